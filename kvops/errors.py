@@ -1,0 +1,56 @@
+"""Everything that kvferry raises on purpose.
+
+::
+
+    Exception
+    └── KVFerryError                 catch this one to catch all of them
+        ├── ConfigError              a setting is unknown or unusable (also a ValueError)
+        ├── ArenaError               the shared memory that holds the blobs
+        │   ├── ArenaBusyError       a live process owns it
+        │   ├── ArenaMismatchError   it has another size, format or version than asked for
+        │   ├── ArenaSpaceError      no room, or no permission, for it
+        │   └── ArenaDamagedError    its own bookkeeping contradicts itself
+        ├── TransferError            moving bytes between the engine's pages and the arena
+        └── UnsupportedEngineError   this engine, version, model or set-up is not one we can serve
+
+Whose fault it is follows from the branch: ``ConfigError`` is the user's to fix, ``ArenaError`` the
+machine's or another process's, ``UnsupportedEngineError`` the combination's. A wrong argument to a
+function is a plain ``ValueError`` or ``TypeError`` and not in this tree. A miss, a full store and a
+failed checksum are answers, not errors.
+"""
+
+
+class KVFerryError(Exception):
+    """Base of every error in this package."""
+
+
+class ConfigError(KVFerryError, ValueError):
+    """A setting is unknown, has the wrong type or unit, or lies outside its range."""
+
+
+class ArenaError(KVFerryError):
+    """The arena cannot be used; the message says why and what to do."""
+
+
+class ArenaBusyError(ArenaError):
+    """A live process owns the arena; the message names it."""
+
+
+class ArenaMismatchError(ArenaError):
+    """The arena found has another size, format or version than the one asked for."""
+
+
+class ArenaSpaceError(ArenaError):
+    """The file system or the memory limit has no room for the arena, or access is not allowed."""
+
+
+class ArenaDamagedError(ArenaError):
+    """The arena's own bookkeeping contradicts itself; nothing in it is used."""
+
+
+class TransferError(KVFerryError):
+    """A transfer was asked for that cannot be carried out, or its workers are gone."""
+
+
+class UnsupportedEngineError(KVFerryError):
+    """The engine, its version, the model or the set-up is not one we can serve."""

@@ -1,0 +1,38 @@
+"""What the scheduler's half remembers of one request, kept in the request's own context (``ReqContext.set_state``)."""
+
+from dataclasses import dataclass, field
+
+from kvferry.kvops.store.frame import Frame
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request as the store sees it.
+
+    Attributes:
+        epoch: number of the cache epoch in which the rest was written; older content counts as empty.
+        skip: why no more chunks of this request are stored; empty while they are.
+        deadline_s: until when (monotonic clock) the request waits for chunks being written; 0 before it met one.
+        gave_up: the deadline has passed once, and has been counted.
+        stores: frames being written for it, in the order of their reservation.
+        loads: frames being read for it; None for one that went away before the load was prepared.
+        keys: keys stored or loaded, for engines that don't keep a list of their own.
+    """
+
+    epoch: int
+    skip: str = ""
+    deadline_s: float = 0.0
+    gave_up: bool = False
+    stores: dict[bytes, Frame] = field(default_factory=dict)
+    loads: dict[bytes, Frame | None] = field(default_factory=dict)
+    keys: dict[bytes, None] = field(default_factory=dict)
+
+    def start_over(self, epoch: int) -> None:
+        """Forget everything: the frames belong to an epoch that is gone."""
+        self.epoch = epoch
+        self.skip = ""
+        self.deadline_s = 0.0
+        self.gave_up = False
+        self.stores.clear()
+        self.loads.clear()
+        self.keys.clear()

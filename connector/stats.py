@@ -1,0 +1,83 @@
+"""Our metrics in vLLM's form: they travel with its own offloading statistics and appear on its ``/metrics``.
+
+The names, kinds and labels are those of ``kvops/metrics.py``; vLLM refuses a name that is not declared here.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+)
+
+from kvferry.kvops.metrics import Metric, Metrics
+
+Labels = tuple[str, ...]
+Series = tuple[str, Labels]
+
+
+def metric_definitions() -> dict[str, Any]:
+    """Return every metric of ours as vLLM declares its own."""
+    return {metric.name: _definition(metric) for metric in Metrics.all()}
+
+
+def _definition(metric: Metric) -> Any:
+    labels = tuple(metric.labels)
+    if metric.kind == "counter":
+        return OffloadingCounterMetadata(metric.help, labels)
+    if metric.kind == "gauge":
+        return OffloadingGaugeMetadata(metric.help, labels)
+    return OffloadingHistogramMetadata(metric.help, labels, metric.buckets)
+
+
+class Tally:
+    """Counts since the last report. Threads: one."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Series, float] = {}
+        self._samples: list[tuple[Series, float]] = []
+        self._totals: dict[Series, float] = {}
+        self._levels: dict[Series, float] = {}
+
+    def count(self, metric: Metric, amount: float = 1, *labels: str) -> None:
+        """Add *amount* to a counter."""
+        if amount:
+            series = (metric.name, labels)
+            self._counts[series] = self._counts.get(series, 0) + amount
+
+    def observe(self, metric: Metric, value: float, *labels: str) -> None:
+        """Add one sample to a histogram."""
+        self._samples.append(((metric.name, labels), value))
+
+    def follow(self, metric: Metric, total: float, *labels: str) -> None:
+        """Bring a counter up to *total*, which somebody else counts from zero."""
+        series = (metric.name, labels)
+        self.count(metric, total - self._totals.get(series, 0), *labels)
+        self._totals[series] = total
+
+    def report(self, gauges: Iterable[tuple[Metric, Labels, float]] = ()) -> Any:
+        """Return what changed since the last report as vLLM's statistics, or None if nothing did."""
+        levels = {(metric.name, labels): value for metric, labels, value in gauges}
+        changed = {
+            series: value for series, value in levels.items() if self._levels.get(series) != value
+        }
+        if not (self._counts or self._samples or changed):
+            return None
+        stats = OffloadingConnectorStats()
+        for (name, labels), amount in self._counts.items():
+            stats.increase_counter(name, amount, labels)
+        for (name, labels), value in self._samples:
+            stats.observe_histogram(name, value, labels)
+        for (name, labels), value in changed.items():
+            stats.set_gauge(name, value, labels)
+        self._counts.clear()
+        self._samples.clear()
+        self._levels.update(levels)
+        return stats
+
+    def pending(self) -> Mapping[Series, float]:
+        """Return the counts that have not been reported yet, by metric name and label values."""
+        return dict(self._counts)

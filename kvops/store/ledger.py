@@ -1,0 +1,229 @@
+"""The owner's books: frames by key, free places, index and headers, kept in step with the arena.
+
+The private half of the store. Each method leaves headers, index and records agreeing; store.py has the verbs.
+"""
+
+from collections import deque
+
+import xxhash
+
+from . import format as fmt
+from .arena import Arena
+from .checksum import CHECKSUM_WORD, Verify, empty_parts
+from .frame import Frame, SizeClass, Slot
+from .index import MAX_LOAD, Index, place_of
+from .policy import POLICIES
+from .recovery import Found, scan
+from .space import Space
+from .spans import Span
+
+EVICTED_KEPT = 65_536
+"""Keys of evicted frames that are remembered, at the most."""
+
+
+class Ledger:
+    """What the owner of an arena knows. Threads: one."""
+
+    def __init__(
+        self, arena: Arena, namespace: bytes, parts: int, verify: Verify, eviction: str
+    ) -> None:
+        self.arena = arena
+        self.namespace = namespace
+        self.parts = parts
+        self.step = 0
+        self.counts = dict.fromkeys(
+            ("committed", "aborted", "evicted", "bad", "deleted", "no_room", "verified", "recovered",
+             "discarded", "resets"), 0,
+        )  # fmt: skip
+        self._verify = verify
+        self._words = arena.words
+        self._buffer = arena.buffer
+        self._by_namespace: dict[bytes, dict[bytes, Frame]] = {namespace: {}}
+        self.frames = self._by_namespace[namespace]
+        self._evicted: deque[bytes] = deque(maxlen=EVICTED_KEPT)
+        self._orphans: list[Frame] = []
+        self._quarantine: list[tuple[Slot, SizeClass]] = []
+        self._tick = 0
+        self._reads = 0
+        self._plans: dict[int, tuple[SizeClass, bytes]] = {}
+        self._generation = arena.take_ownership() << fmt.GENERATION_COUNT_BITS
+        self._space = Space(arena, POLICIES[eviction], self._evict, self._is_held)
+        first_index = fmt.round_up(
+            arena.span_table + arena.slab_count * fmt.SPAN_ENTRY_BYTES, fmt.PAGE
+        )
+        self._index = Index(arena)
+        self._index_span: Span | None = None
+        self._index.rebuild((), first_index, fmt.INDEX_SLOTS_MIN)
+        self._recover()
+
+    def _plan(self, blob_bytes: int) -> tuple[SizeClass, bytes] | None:
+        plan = self._plans.get(blob_bytes)
+        if plan is None:
+            if blob_bytes <= 0 or blob_bytes % self.parts:
+                raise ValueError(
+                    f"blob_bytes must be a positive multiple of {self.parts} parts; got {blob_bytes}"
+                )
+            size_class = self._space.class_of(blob_bytes, self.parts)
+            if size_class is None:
+                return None
+            plan = self._plans[blob_bytes] = size_class, empty_parts(blob_bytes, self.parts)
+        return plan
+
+    def _claim(self, key: bytes, size_class: SizeClass, blob_bytes: int) -> Frame | None:
+        if self._index.is_crowded:
+            self._grow_index()
+        slot = None
+        if not self._index.is_full:
+            slot = size_class.free.pop() if size_class.free else self._space.take(size_class)
+        if slot is None:
+            self.counts["no_room"] += 1
+            return None
+        self._generation += 1
+        namespace = self.namespace
+        tag = fmt.key_tag(namespace, key)
+        frame = Frame(key, namespace, slot, size_class, blob_bytes, self._generation, tag)
+        self._words[slot.word] = self._generation << 8 | 1
+        self.frames[key] = frame
+        return frame
+
+    def _write_header(
+        self, frame: Frame, digest: bytes, group: int, tokens: int, now: int, parts: bytes
+    ) -> None:
+        body = fmt.HEADER_BODY.pack(
+            digest, frame.namespace, frame.offset, frame.blob_bytes, group, tokens, now,
+            fmt.HEADER_MAGIC, fmt.FORMAT_VERSION, len(digest), self.parts,
+        )  # fmt: skip
+        start = frame.header + 8
+        self._buffer[start : start + 88 + len(parts)] = (
+            body + fmt.CHECK.pack(xxhash.xxh32_intdigest(body)) + parts
+        )
+
+    def _publish(self, frame: Frame) -> None:
+        frame.is_writing = False
+        self._words[frame.word] = frame.ready
+        self._index.insert(frame.tag, place_of(frame.header, frame.generation))
+        self._tick += 1
+        frame.tick = self._tick
+        frame.size_class.policy.add(frame)
+
+    def _is_held(self, frame: Frame) -> bool:
+        return frame.leases > 0 or frame.step == self.step
+
+    def _evict(self, frame: Frame) -> None:
+        self.counts["evicted"] += 1
+        if frame.namespace == self.namespace:
+            self._evicted.append(frame.key)
+        self._free(frame)
+
+    def _free(self, frame: Frame, among: dict[bytes, Frame] | None = None) -> None:
+        self._unlist(frame, self._by_namespace[frame.namespace] if among is None else among)
+        self._give_back(frame)
+
+    def _unlist(self, frame: Frame, among: dict[bytes, Frame]) -> None:
+        if among.get(frame.key) is frame:
+            del among[frame.key]
+        if not frame.is_writing:
+            self._index.remove(frame.tag, place_of(frame.header, frame.generation))
+            frame.size_class.policy.remove(frame)
+
+    def _give_back(self, frame: Frame) -> None:
+        frame.is_writing = False
+        self._space.held.discard(frame)
+        self._words[frame.word] = frame.generation << 8
+        frame.size_class.free.append(frame.slot)
+
+    def _is_intact(self, frame: Frame, copied: memoryview) -> bool:
+        self._reads += 1
+        if not self._verify.wants(self._reads):
+            return True
+        self.counts["verified"] += 1
+        checksum = self._words[frame.word + CHECKSUM_WORD]
+        if self._buffer[frame.header + fmt.HEADER_FIXED_BYTES + 3] == 0:
+            return True
+        if checksum == xxhash.xxh3_64_intdigest(copied):
+            return True
+        self._words[frame.word] = frame.generation << 8 | fmt.State.BAD
+        if frame.leases == 0:
+            self._free(frame)
+            self.counts["bad"] += 1
+        return False
+
+    def _is_done(self, frame: Frame) -> bool:
+        parts = [
+            fmt.PART.unpack_from(
+                self._buffer, frame.header + fmt.HEADER_FIXED_BYTES + n * fmt.PART_BYTES
+            )
+            for n in range(self.parts)
+        ]
+        if frame.is_writing:
+            return all(state != fmt.PartState.EMPTY for _, state, *_ in parts)
+        return all(reads == frame.reads & 0xFFFFFFFF for _, _, _, reads, *_ in parts)
+
+    def _grow_index(self, *, evict: bool = True) -> None:
+        """Make the index roomy again; if there are no slabs to be had it stays crowded."""
+        index = self._index
+        offset, slots, span = index.offset, index.slots, self._index_span
+        if index.used > slots * MAX_LOAD / 2:
+            slab_bytes = self.arena.slab_bytes
+            slabs = -(-2 * slots * fmt.INDEX_SLOT_BYTES // slab_bytes)
+            span = self._space.take_slabs(slabs, evict=evict)
+            if span is None:
+                return
+            offset = span.headers
+            slots = 1 << (slabs * slab_bytes // fmt.INDEX_SLOT_BYTES).bit_length() - 1
+        index.rebuild(
+            (
+                (frame.tag, place_of(frame.header, frame.generation))
+                for frames in self._by_namespace.values()
+                for frame in frames.values()
+                if not frame.is_writing
+            ),
+            offset, slots,
+        )  # fmt: skip
+        if self._index_span is not None and span is not self._index_span:
+            self._space.spans.free(self._index_span)
+        self._index_span = span
+
+    def _recover(self) -> None:
+        """Take in the frames that rest in the arena; what was being written is free, once nobody can write it."""
+        strangers = self.arena.workers_alive(other_sessions=True)
+        resting: list[tuple[Found, Slot, SizeClass]] = []
+        for span in self._space.spans.all():
+            if span.size is None:
+                self._space.spans.free(span)
+                continue
+            size_class = self._space.adopt(span)
+            in_use = {found.header: found for found in scan(self.arena, span)}
+            for header, offset in span.slots():
+                slot, found = Slot(header, offset, span), in_use.get(header)
+                if found is None:
+                    size_class.free.append(slot)
+                elif found.state == fmt.State.READY:
+                    resting.append((found, slot, size_class))
+                elif found.state == fmt.State.WRITING and strangers:
+                    self._quarantine.append((slot, size_class))
+                    self._space.quarantined.add(span)
+                else:
+                    self.counts["discarded"] += 1
+                    self._words[slot.word] = fmt.State.FREE
+                    size_class.free.append(slot)
+        for found, slot, size_class in sorted(resting, key=lambda r: (r[0].time, r[0].generation)):
+            self._restore(found, slot, size_class)
+
+    def _restore(self, found: Found, slot: Slot, size_class: SizeClass) -> None:
+        frames = self._by_namespace.setdefault(found.namespace, {})
+        if self._index.is_crowded:
+            # what is not restored yet looks like free room to an eviction
+            self._grow_index(evict=False)
+        if found.key in frames or self._index.is_full:
+            self.counts["discarded"] += 1
+            self._words[slot.word] = fmt.State.FREE
+            size_class.free.append(slot)
+            return
+        frame = Frame(
+            found.key, found.namespace, slot, size_class, found.blob_bytes, found.generation,
+            fmt.key_tag(found.namespace, found.key),
+        )  # fmt: skip
+        frames[found.key] = frame
+        self._publish(frame)
+        self.counts["recovered"] += 1

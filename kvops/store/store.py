@@ -1,0 +1,391 @@
+"""The store's owner: which chunk is where, who may read it, what goes next.
+
+One process owns an arena: it alone writes the index and gives frames out. Workers fill and read the frames that they
+were told of (frames.py). All verbs take lists and answer per item, in request order.
+
+    reserve          parts filled            commit
+    ------> WRITING -------------- WRITING ---------> READY ---- lease/release ----> READY
+               |  abort                                 |  evict, delete      a worker found it corrupt
+               v                                        v                              v
+              FREE <---------------------------------- FREE <------ last lease ------ BAD
+"""
+
+import enum
+import time
+from collections.abc import Iterable, Sequence
+
+import xxhash
+
+from . import format as fmt
+from .arena import Arena
+from .checksum import Verify, ready_part
+from .frame import Frame
+from .ledger import Ledger
+from .policy import POLICIES
+from .recovery import parts_ready
+
+Blob = bytes | bytearray | memoryview
+
+
+class Lookup(enum.Enum):
+    """Whether a chunk can be read."""
+
+    HIT = "hit"
+    PENDING = "pending"
+    MISS = "miss"
+
+
+class Reserve(enum.Enum):
+    """Why no frame was given."""
+
+    EXISTS = "exists"
+    PENDING = "pending"
+    NO_ROOM = "no_room"
+
+
+class Store(Ledger):
+    """The chunks of one arena, seen by its owner. Made by :meth:`open`.
+
+    Attributes:
+        frames: key -> record of every frame of the current namespace, ready or not. For lookups on a hot path: a frame
+            is ready while ``arena.words[frame.word] == frame.ready``.
+        step: number of the scheduler step; ``frame.step = store.step`` keeps a frame until :meth:`end_step`.
+        counts: what happened since the store was opened.
+
+    Threads: one. Ownership: the arena is the caller's; :meth:`close` leaves it mapped.
+    """
+
+    @classmethod
+    def open(
+        cls,
+        arena: Arena,
+        *,
+        namespace: bytes,
+        parts: int = 1,
+        verify: str = "always",
+        eviction: str = "lru",
+    ) -> "Store":
+        """Become the owner of *arena* and take in what rests there.
+
+        Args:
+            arena: mapped, not owned by another process.
+            namespace: 16 bytes; only chunks of this namespace can be hit.
+            parts: ranks that fill a chunk together.
+            verify: "always", "sampled" (1 of 16) or "off": when :meth:`get` checks a blob; "off" makes no checksums.
+            eviction: "lru".
+
+        Raises:
+            ArenaBusyError: another live process owns it.
+            ValueError: an argument is not one of the above.
+        """
+        if len(namespace) != fmt.NAMESPACE_BYTES:
+            raise ValueError(f"namespace must be {fmt.NAMESPACE_BYTES} bytes; got {len(namespace)}")
+        if not 0 < parts <= fmt.MAX_PARTS:
+            raise ValueError(f"parts must be 1 to {fmt.MAX_PARTS}; got {parts}")
+        if eviction not in POLICIES:
+            raise ValueError(f"eviction must be one of {sorted(POLICIES)}; got {eviction!r}")
+        return cls(arena, namespace, parts, Verify(verify), eviction)
+
+    # --- looking -----------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Iterable[bytes]) -> list[Lookup]:
+        """Return for each key whether its chunk can be read now, is being written, or is not there."""
+        get, words = self.frames.get, self._words
+        hit, pending, miss = Lookup.HIT, Lookup.PENDING, Lookup.MISS
+        return [
+            miss if (f := get(key)) is None
+            else hit if words[f.word] == f.ready
+            else pending if f.is_writing
+            else miss
+            for key in keys
+        ]  # fmt: skip
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Note that chunks were used. Pass the keys of a prompt last first: a prefix must outlive its tail."""
+        get = self.frames.get
+        for key in keys:
+            frame = get(key)
+            if frame is not None and not frame.is_writing:
+                self._tick += 1
+                frame.tick = self._tick
+                frame.size_class.policy.touch(frame)
+
+    def end_step(self) -> None:
+        """Drop all provisional leases."""
+        self.step += 1
+
+    # --- writing -----------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, keys: Sequence[bytes], blob_bytes: int, *, tokens: int = 0
+    ) -> list[Frame | Reserve]:
+        """Reserve a frame for each key that is not there yet.
+
+        Args:
+            keys: chunk keys (block hash of 16 to 32 bytes, then 4 bytes of group id).
+            blob_bytes: bytes of a chunk, all parts together; part r is bytes [r, r + 1) * blob_bytes / parts.
+            tokens: tokens of a chunk, for the header.
+
+        Returns:
+            For each key a frame that is WRITING and the caller's until :meth:`commit` or :meth:`abort`, or why not.
+
+        Raises:
+            ValueError: a key or *blob_bytes* is not as above; nothing was reserved.
+        """
+        plan = self._plan(blob_bytes)
+        heads = [fmt.split_key(key) for key in keys]
+        if plan is None:
+            self.counts["no_room"] += len(keys)
+            return [Reserve.NO_ROOM] * len(keys)
+        size_class, empty = plan
+        now = int(time.time())
+        out: list[Frame | Reserve] = []
+        for key, (digest, group) in zip(keys, heads, strict=True):
+            there = self.frames.get(key)
+            if there is not None:
+                known = self._existing(there)
+                if known is not None:
+                    out.append(known)
+                    continue
+            frame = self._claim(key, size_class, blob_bytes)
+            if frame is None:
+                out.append(Reserve.NO_ROOM)
+                continue
+            self._write_header(frame, digest, group, tokens, now, empty)
+            self._space.held.add(frame)
+            out.append(frame)
+        return out
+
+    def commit(self, frames: Iterable[Frame]) -> list[bool]:
+        """Make frames readable whose parts are all ready, and abort the others; return which became readable."""
+        out = []
+        for frame in frames:
+            mine = (
+                frame.is_writing
+                and self._words[frame.word] == frame.generation << 8 | fmt.State.WRITING
+            )
+            if mine and self.frames.get(frame.key) is frame and parts_ready(
+                self._buffer, frame.header, self.parts
+            ):  # fmt: skip
+                self._space.held.discard(frame)
+                self._publish(frame)
+                self.counts["committed"] += 1
+                out.append(True)
+            else:
+                self.abort((frame,))
+                out.append(False)
+        return out
+
+    def abort(self, frames: Iterable[Frame]) -> None:
+        """Give reserved frames back unread. No worker may write them any more. Other frames are left alone."""
+        for frame in frames:
+            if frame.is_writing:
+                self.counts["aborted"] += 1
+                self._free(frame)
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def lease(self, frames: Iterable[Frame]) -> None:
+        """Keep ready frames from being evicted while a load reads them. Counted."""
+        for frame in frames:
+            frame.leases += 1
+            frame.reads += 1
+
+    def release(self, frames: Iterable[Frame]) -> None:
+        """End loads. A frame that a worker found corrupt is freed when nobody reads it any more."""
+        for frame in frames:
+            if frame.leases == 0:
+                raise ValueError(f"frames must be leased; got {frame!r}, which nobody reads")
+            frame.leases -= 1
+            if frame.leases == 0 and frame.is_orphan:
+                self._orphans.remove(frame)
+                self._give_back(frame)
+            elif frame.leases == 0 and self._words[frame.word] != frame.ready:
+                self._free(frame)
+                self.counts["bad"] += 1
+
+    def delete(self, keys: Iterable[bytes]) -> list[bool]:
+        """Delete chunks that are ready and that no load reads; return which."""
+        out = []
+        for key in keys:
+            frame = self.frames.get(key)
+            gone = frame is not None and not frame.is_writing and not self._is_held(frame)
+            if gone and frame is not None:
+                self._free(frame)
+                self.counts["deleted"] += 1
+            out.append(gone)
+        return out
+
+    # --- put and get: both halves in this process --------------------------------------------------------------
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        blobs: Sequence["bytes | bytearray | memoryview"],
+        *,
+        tokens: int = 0,
+    ) -> list[bool | Reserve]:
+        """Store whole blobs of this process; True for each that was stored, or why not.
+
+        Args:
+            keys: as for :meth:`reserve`.
+            blobs: one contiguous buffer of bytes for each key.
+            tokens: as for :meth:`reserve`.
+
+        Raises:
+            ValueError: the store has more than one part, a key is malformed, or a blob is empty.
+        """
+        if self.parts != 1 or len(keys) != len(blobs):
+            raise ValueError(
+                f"put needs one part and a blob for each key; got {self.parts} parts, {len(keys)} keys, "
+                f"{len(blobs)} blobs"
+            )
+        buffer, with_checksum = self._buffer, self._verify is not Verify.OFF
+        now = int(time.time())
+        out: list[bool | Reserve] = []
+        for key, blob in zip(keys, blobs, strict=True):
+            data = blob if type(blob) is bytes else memoryview(blob).cast("B")
+            size = len(data)
+            plan = self._plans.get(size) or self._plan(size)
+            digest, group = fmt.split_key(key)
+            there = self.frames.get(key)
+            known = None if there is None else self._existing(there)
+            if known is not None:
+                out.append(known)
+                continue
+            frame = None if plan is None else self._claim(key, plan[0], size)
+            if frame is None:
+                out.append(Reserve.NO_ROOM)
+                continue
+            offset = frame.offset
+            buffer[offset : offset + size] = data
+            part = ready_part(size, xxhash.xxh3_64_intdigest(data) if with_checksum else None)
+            self._write_header(frame, digest, group, tokens, now, part)
+            self._publish(frame)
+            out.append(True)
+        self.counts["committed"] += out.count(True)
+        return out
+
+    def get(self, keys: Sequence[bytes], out: Sequence["bytearray | memoryview"]) -> list[bool]:
+        """Copy whole blobs out; return which were there and intact. What is returned False for may be scribbled on.
+
+        Args:
+            keys: chunk keys.
+            out: a writable buffer of exactly the blob's size for each key.
+
+        Raises:
+            ValueError: the store has more than one part, the lists differ in length, or a buffer has another size than its blob.
+        """
+        if self.parts != 1 or len(keys) != len(out):
+            raise ValueError(
+                f"get needs one part and a buffer for each key; got {self.parts} parts, {len(keys)} keys, "
+                f"{len(out)} buffers"
+            )
+        words, buffer, get = self._words, self._buffer, self.frames.get
+        done = []
+        for key, target in zip(keys, out, strict=True):
+            frame = get(key)
+            if frame is None or words[frame.word] != frame.ready:
+                done.append(False)
+                continue
+            size = frame.blob_bytes
+            view = memoryview(target)
+            if view.nbytes != size:
+                raise ValueError(
+                    f"out must be {size} bytes for key {key.hex()[:12]}; got {view.nbytes}"
+                )
+            if view.format != "B" or view.ndim != 1:
+                view = view.cast("B")
+            view[:] = buffer[frame.offset : frame.offset + size]
+            self._tick += 1
+            frame.tick = self._tick
+            frame.size_class.policy.touch(frame)
+            done.append(self._verify is Verify.OFF or self._is_intact(frame, view))
+        return done
+
+    # --- life --------------------------------------------------------------------------------------------------
+
+    def new_epoch(self, namespace: bytes) -> None:
+        """Make everything of the current namespace unreachable and go on under *namespace*.
+
+        Frames at rest are freed at once; those in the hands of workers by :meth:`reap`, when the workers are done.
+        """
+        old = self._by_namespace.pop(self.namespace)
+        self.counts["resets"] += 1
+        for frame in list(old.values()):
+            if frame.is_writing or frame.leases:
+                self._unlist(frame, old)
+                frame.is_orphan = True
+                self._space.held.add(frame)
+                self._orphans.append(frame)
+            else:
+                self._free(frame, old)
+        self.namespace = namespace
+        self.frames = self._by_namespace.setdefault(namespace, {})
+
+    def reap(self) -> int:
+        """Free what workers, live or dead, have let go of since a reset or a crash; return what is still waited for."""
+        if self._orphans:
+            gone = [f for f in self._orphans if self._is_done(f)]
+            for frame in gone:
+                self._orphans.remove(frame)
+                self._give_back(frame)
+        if self._quarantine and not self.arena.workers_alive(other_sessions=True):
+            for slot, size_class in self._quarantine:
+                self._words[slot.word] = fmt.State.FREE
+                size_class.free.append(slot)
+            self._quarantine.clear()
+            self._space.quarantined.clear()
+        return len(self._orphans)
+
+    def abandon(self) -> int:
+        """Free what :meth:`reap` waits for, because no worker is alive to touch it; return how many frames."""
+        count = len(self._orphans)
+        for frame in self._orphans:
+            self._give_back(frame)
+        self._orphans.clear()
+        return count
+
+    def take_evicted(self) -> list[bytes]:
+        """Return the keys evicted since the last call, oldest first, the latest 65,536 at most."""
+        keys = list(self._evicted)
+        self._evicted.clear()
+        return keys
+
+    def stats(self) -> dict[str, int]:
+        """Return sizes in bytes, counts of frames by state, and what happened since opening (see *counts*)."""
+        classes = self._space.classes.values()
+        ready = sum(len(c.policy) for c in classes)
+        used = sum(len(c.policy) * c.size.frame_bytes for c in classes)
+        held = self._space.held
+        return {
+            "arena_bytes": self.arena.arena_bytes,
+            "used_bytes": used + sum(f.size_class.size.frame_bytes for f in held),
+            "ready_frames": ready,
+            "writing_frames": sum(f.is_writing for f in held),
+            "orphaned_frames": len(self._orphans),
+            "quarantined_frames": len(self._quarantine),
+            "free_frames": sum(len(c.free) for c in classes),
+            "leases": sum(f.leases for f in self.frames.values())
+            + sum(f.leases for f in self._orphans),
+            **self.counts,
+        }
+
+    def close(self) -> None:
+        """Give up ownership. Frames stay; reserved ones are free for the next owner."""
+        self.arena.release_ownership()
+
+    def _existing(self, frame: Frame) -> Reserve | None:
+        """Say why *frame* stands in the way of a reservation; None if it is gone now."""
+        if frame.is_writing:
+            return Reserve.PENDING
+        if self._words[frame.word] == frame.ready:
+            # what was offered again must not be evicted for its neighbours
+            self._tick += 1
+            frame.tick = self._tick
+            frame.size_class.policy.touch(frame)
+            return Reserve.EXISTS
+        if frame.leases:
+            return Reserve.PENDING
+        self._free(frame)
+        return None

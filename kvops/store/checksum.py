@@ -44,10 +44,3 @@ def empty_parts(blob_bytes: int, part_count: int) -> bytes:
         fmt.PART.pack(rank, fmt.PartState.EMPTY, Algorithm.NONE, 0, rank * size, size, 0)
         for rank in range(part_count)
     )
-
-
-def ready_part(blob_bytes: int, value: int | None) -> bytes:
-    """Return the part table of a frame with one part that is there; *value* None: without a checksum."""
-    if value is None:
-        return fmt.PART.pack(0, 1, 0, 0, 0, blob_bytes, 0)
-    return fmt.PART.pack(0, 1, 1, 0, 0, blob_bytes, value)

@@ -48,16 +48,15 @@ A span begins with its frame headers (frame_count x header_bytes, rounded up to 
 
 Frame header
     0   u64  state word     generation << 8 | state
-    8   32s  hash           the engine's block hash, zero-padded
-    40  16s  namespace
-    56  u64  blob           offset of the blob
-    64  u64  blob_bytes     bytes of all parts
-    72  u32  group          KV cache group
-    76  u32  tokens         tokens of the chunk
+    8   36s  key            the engine's block hash, then the group id (u32, big-endian); zero-padded
+    44  16s  namespace
+    60  u32  tokens         tokens of the chunk
+    64  u64  blob           offset of the blob
+    72  u64  blob_bytes     bytes of all parts
     80  u32  time           Unix time of the reservation, seconds
     84  u32  magic          HEADER_MAGIC
     88  u8   version        FORMAT_VERSION
-    89  u8   hash_bytes     bytes of the hash that count, 16..32
+    89  u8   key_bytes      bytes of the key that count, 20..36
     90  u16  part_count
     92  u32  check          xxh32 of bytes 8..92
     96  part table, 32 bytes each
@@ -108,9 +107,9 @@ MIN_ARENA_BYTES = 16 << 20
 MIN_SLAB_BYTES = 256 << 10
 MAX_SLAB_BYTES = 32 << 20
 
-HASH_BYTES_MIN = 16
-HASH_BYTES_MAX = 32
 GROUP_BYTES = 4
+KEY_BYTES_MIN = 16 + GROUP_BYTES
+KEY_BYTES_MAX = 32 + GROUP_BYTES
 NAMESPACE_BYTES = 16
 
 SUPERBLOCK = struct.Struct("<8sII6Q")
@@ -118,11 +117,21 @@ GEOMETRY = struct.Struct("<6Q")
 OWNER = struct.Struct("<3Q")
 ATTACH = struct.Struct("<8Q")
 SPAN_ENTRY = struct.Struct("<IIQIIQ")
-HEADER_BODY = struct.Struct("<32s16sQQIIIIBBH")
+HEADER_BODY = struct.Struct("<36s16sIQQIIBBH")
 """Bytes 8..92 of a frame header."""
 
 PART = struct.Struct("<HBBIQQQ")
 CHECK = struct.Struct("<I")
+CHECK_AND_PART = struct.Struct("<IHBBIQQQ")
+"""The check word of a header and its first part, which follows it."""
+
+PLACE_GENERATION_BITS = 24
+PLACE_GENERATION_MASK = (1 << PLACE_GENERATION_BITS) - 1
+"""The low bits of an index entry's second word: which life of the frame it means."""
+
+HEADER_CHECK = 92
+"""Where the check word is in a header."""
+
 
 INDEX_SEQUENCE_WORD = 64 // 8
 INDEX_OFFSET_WORD = 72 // 8
@@ -186,21 +195,20 @@ def key_tag(namespace: bytes, key: bytes) -> int:
     return max(2, xxhash.xxh3_64_intdigest(namespace + key))
 
 
-def split_key(key: bytes) -> tuple[bytes, int]:
-    """Split a chunk key into block hash and group id.
+def check_key(key: bytes) -> None:
+    """Refuse what is not a chunk key.
 
     Raises:
-        ValueError: *key* is not 16 to 32 bytes of hash followed by 4 bytes of group id.
+        ValueError: *key* is not 16 to 32 bytes of block hash followed by 4 bytes of group id.
     """
-    size = len(key) - GROUP_BYTES
-    if not HASH_BYTES_MIN <= size <= HASH_BYTES_MAX:
+    if not KEY_BYTES_MIN <= len(key) <= KEY_BYTES_MAX:
         raise ValueError(
-            f"key must be {HASH_BYTES_MIN} to {HASH_BYTES_MAX} bytes of block hash and "
-            f"{GROUP_BYTES} bytes of group id; got {len(key)} bytes"
+            f"key must be 16 to 32 bytes of block hash and {GROUP_BYTES} bytes of group id; got {len(key)} bytes"
         )
-    return key[:size], int.from_bytes(key[size:], "big")
 
 
-def join_key(hash_field: bytes, hash_bytes: int, group: int) -> bytes:
-    """Return the chunk key of a header's hash field and group; the inverse of :func:`split_key`."""
-    return hash_field[:hash_bytes] + group.to_bytes(GROUP_BYTES, "big")
+def make_key(block_hash: bytes, group: int) -> bytes:
+    """Return the key of the chunk that ends with the block of *block_hash*, in KV cache group *group*."""
+    key = block_hash + group.to_bytes(GROUP_BYTES, "big")
+    check_key(key)
+    return key

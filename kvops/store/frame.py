@@ -2,21 +2,30 @@
 
 from typing import TYPE_CHECKING
 
+from . import format as fmt
+
 if TYPE_CHECKING:
     from .policy import Policy
     from .spans import SizeKey, Span
 
 
 class Slot:
-    """A place for a frame: its header, its bytes, and the span it lies in."""
+    """A place for a frame: its header, its bytes, and the span and size class it lies in.
 
-    __slots__ = ("header", "offset", "span", "word")
+    Attributes:
+        word: index of the state word in ``arena.words``.
+        place: the upper bits of the index entry that points here.
+    """
 
-    def __init__(self, header: int, offset: int, span: "Span") -> None:
+    __slots__ = ("header", "offset", "place", "size_class", "span", "word")
+
+    def __init__(self, header: int, offset: int, span: "Span", size_class: "SizeClass") -> None:
         self.header = header
         self.offset = offset
         self.span = span
+        self.size_class = size_class
         self.word = header // 8
+        self.place = header // 64 << fmt.PLACE_GENERATION_BITS
 
 
 class SizeClass:
@@ -37,46 +46,58 @@ class Frame:
 
     Attributes:
         key, namespace: its name.
-        slot: where it is; header and offset (of the bytes) for short.
+        slot: where it is. header, offset: of its header and of its bytes in the arena.
         blob_bytes: bytes of all parts.
         generation: of this life.
-        word: index of the state word in ``arena.words``.
-        ready: the value of that word while the frame is ready.
+        word: index of the state word in ``arena.words``. ready: value of that word while the frame is ready.
         tag: index tag.
-        leases: loads that hold it now.
-        reads: loads that were ever granted in this life.
+        leases: loads that hold it now. reads: loads that were ever granted in this life.
         step: the frame is held until the end of this scheduler step.
         tick: when it was last used; compares only.
         is_writing: reserved, and neither committed nor aborted.
-        is_orphan: its namespace was reset while workers had it in hand.
     """
 
     __slots__ = (
-        "blob_bytes", "generation", "header", "is_orphan", "is_writing", "key", "leases", "namespace", "offset",
-        "reads", "ready", "size_class", "slot", "step", "tag", "tick", "word",
+        "blob_bytes", "is_writing", "key", "leases", "namespace", "reads", "ready", "slot", "step",
+        "tag", "tick", "word",
     )  # fmt: skip
 
     def __init__(
-        self, key: bytes, namespace: bytes, slot: Slot, size_class: SizeClass, blob_bytes: int,
-        generation: int, tag: int,
+        self, key: bytes, namespace: bytes, slot: Slot, blob_bytes: int, ready: int, tag: int, tick: int,
+        is_writing: bool,
     ) -> None:  # fmt: skip
         self.key = key
         self.namespace = namespace
         self.slot = slot
-        self.size_class = size_class
-        self.header = slot.header
-        self.offset = slot.offset
         self.word = slot.word
         self.blob_bytes = blob_bytes
-        self.generation = generation
-        self.ready = generation << 8 | 2
+        self.ready = ready
         self.tag = tag
+        self.tick = tick
+        self.is_writing = is_writing
         self.leases = 0
         self.reads = 0
         self.step = -1
-        self.tick = 0
-        self.is_writing = True
-        self.is_orphan = False
+
+    @property
+    def generation(self) -> int:
+        """Number of this life of its place."""
+        return self.ready >> 8
+
+    @property
+    def header(self) -> int:
+        """Offset of its header in the arena."""
+        return self.slot.header
+
+    @property
+    def offset(self) -> int:
+        """Offset of its bytes in the arena."""
+        return self.slot.offset
+
+    @property
+    def place(self) -> int:
+        """The index entry that points to it."""
+        return self.slot.place | (self.generation & fmt.PLACE_GENERATION_MASK)
 
     def __repr__(self) -> str:
         return f"Frame({self.key.hex()[:12]}, generation {self.generation}, at {self.offset})"

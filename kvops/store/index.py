@@ -12,17 +12,10 @@ from .arena import Arena
 
 _EMPTY = 0
 _DELETED = 1
-_GENERATION_BITS = 24
-_GENERATION_MASK = (1 << _GENERATION_BITS) - 1
-_HEADER_KEY = struct.Struct("<Q32s16sQQI")
+_HEADER_KEY = struct.Struct("<Q36s16sIQ")
 
 MAX_LOAD = 0.66
 """Share of slots in use (deleted ones included) at which an index is rebuilt."""
-
-
-def place_of(header: int, generation: int) -> int:
-    """Return the second word of a slot: where the header is, and which of its lives is meant."""
-    return header // 64 << _GENERATION_BITS | (generation & _GENERATION_MASK)
 
 
 class Index:
@@ -40,12 +33,8 @@ class Index:
         self._mask = self.slots - 1
         self.used = 0
         self.deleted = 0
-        self._limit = int(self.slots * MAX_LOAD)
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether it should be rebuilt before the next insertion."""
-        return self.used + self.deleted >= self._limit
+        # insertions until it should be rebuilt; may be negative
+        self.room = int(self.slots * MAX_LOAD)
 
     @property
     def is_full(self) -> bool:
@@ -56,11 +45,14 @@ class Index:
         """Add a slot; the caller knows that the key is not in the index and that there is room."""
         words, base, mask = self._words, self._base, self._mask
         slot = tag & mask
-        while words[base + 2 * slot] > _DELETED:
-            slot = (slot + 1) & mask
         word = base + 2 * slot
+        while words[word] > _DELETED:
+            slot = (slot + 1) & mask
+            word = base + 2 * slot
         if words[word] == _DELETED:
             self.deleted -= 1
+        else:
+            self.room -= 1
         words[word + 1] = place
         words[word] = tag
         self.used += 1
@@ -83,6 +75,7 @@ class Index:
             while words[base + 2 * slot] == _DELETED:
                 words[base + 2 * slot] = _EMPTY
                 self.deleted -= 1
+                self.room += 1
                 slot = (slot - 1) & mask
         return True
 
@@ -126,15 +119,13 @@ class Reader:
     def _find(
         self, namespace: bytes, key: bytes, base: int, mask: int
     ) -> tuple[int, int, int] | None:
-        digest, group = fmt.split_key(key)
+        padded = key.ljust(fmt.KEY_BYTES_MAX, b"\0")
         for place in self._places(fmt.key_tag(namespace, key), base, mask):
-            header = place >> _GENERATION_BITS << 6
+            header = place >> fmt.PLACE_GENERATION_BITS << 6
             if header + fmt.HEADER_FIXED_BYTES > self._arena.arena_bytes:
                 continue
-            word, stored, owner, blob, _, stored_group = _HEADER_KEY.unpack_from(
-                self._arena.buffer, header
-            )
-            same = stored[: len(digest)] == digest and owner == namespace and stored_group == group
+            word, stored, owner, _, blob = _HEADER_KEY.unpack_from(self._arena.buffer, header)
+            same = stored == padded and owner == namespace
             if same and word & 0xFF == fmt.State.READY and self._arena.words[header // 8] == word:
                 return header, blob, word >> 8
         return None

@@ -11,7 +11,7 @@ from . import format as fmt
 from .arena import Arena
 from .checksum import CHECKSUM_WORD, Verify, empty_parts
 from .frame import Frame, SizeClass, Slot
-from .index import MAX_LOAD, Index, place_of
+from .index import MAX_LOAD, Index
 from .policy import POLICIES
 from .recovery import Found, scan
 from .space import Space
@@ -41,8 +41,8 @@ class Ledger:
         self._by_namespace: dict[bytes, dict[bytes, Frame]] = {namespace: {}}
         self.frames = self._by_namespace[namespace]
         self._evicted: deque[bytes] = deque(maxlen=EVICTED_KEPT)
-        self._orphans: list[Frame] = []
-        self._quarantine: list[tuple[Slot, SizeClass]] = []
+        self._orphans: dict[Frame, None] = {}
+        self._quarantine: list[Slot] = []
         self._tick = 0
         self._reads = 0
         self._plans: dict[int, tuple[SizeClass, bytes]] = {}
@@ -70,7 +70,7 @@ class Ledger:
         return plan
 
     def _claim(self, key: bytes, size_class: SizeClass, blob_bytes: int) -> Frame | None:
-        if self._index.is_crowded:
+        if self._index.room <= 0:
             self._grow_index()
         slot = None
         if not self._index.is_full:
@@ -80,18 +80,17 @@ class Ledger:
             return None
         self._generation += 1
         namespace = self.namespace
+        ready = self._generation << 8 | fmt.State.READY
         tag = fmt.key_tag(namespace, key)
-        frame = Frame(key, namespace, slot, size_class, blob_bytes, self._generation, tag)
-        self._words[slot.word] = self._generation << 8 | 1
+        frame = Frame(key, namespace, slot, blob_bytes, ready, tag, 0, True)
+        self._words[slot.word] = self._generation << 8 | fmt.State.WRITING
         self.frames[key] = frame
         return frame
 
-    def _write_header(
-        self, frame: Frame, digest: bytes, group: int, tokens: int, now: int, parts: bytes
-    ) -> None:
+    def _write_header(self, frame: Frame, tokens: int, now: int, parts: bytes) -> None:
         body = fmt.HEADER_BODY.pack(
-            digest, frame.namespace, frame.offset, frame.blob_bytes, group, tokens, now,
-            fmt.HEADER_MAGIC, fmt.FORMAT_VERSION, len(digest), self.parts,
+            frame.key, frame.namespace, tokens, frame.offset, frame.blob_bytes, now,
+            fmt.HEADER_MAGIC, fmt.FORMAT_VERSION, len(frame.key), self.parts,
         )  # fmt: skip
         start = frame.header + 8
         self._buffer[start : start + 88 + len(parts)] = (
@@ -101,10 +100,10 @@ class Ledger:
     def _publish(self, frame: Frame) -> None:
         frame.is_writing = False
         self._words[frame.word] = frame.ready
-        self._index.insert(frame.tag, place_of(frame.header, frame.generation))
+        self._index.insert(frame.tag, frame.place)
         self._tick += 1
         frame.tick = self._tick
-        frame.size_class.policy.add(frame)
+        frame.slot.size_class.policy.add(frame)
 
     def _is_held(self, frame: Frame) -> bool:
         return frame.leases > 0 or frame.step == self.step
@@ -123,14 +122,14 @@ class Ledger:
         if among.get(frame.key) is frame:
             del among[frame.key]
         if not frame.is_writing:
-            self._index.remove(frame.tag, place_of(frame.header, frame.generation))
-            frame.size_class.policy.remove(frame)
+            self._index.remove(frame.tag, frame.place)
+            frame.slot.size_class.policy.remove(frame)
 
     def _give_back(self, frame: Frame) -> None:
         frame.is_writing = False
         self._space.held.discard(frame)
         self._words[frame.word] = frame.generation << 8
-        frame.size_class.free.append(frame.slot)
+        frame.slot.size_class.free.append(frame.slot)
 
     def _is_intact(self, frame: Frame, copied: memoryview) -> bool:
         self._reads += 1
@@ -173,7 +172,7 @@ class Ledger:
             slots = 1 << (slabs * slab_bytes // fmt.INDEX_SLOT_BYTES).bit_length() - 1
         index.rebuild(
             (
-                (frame.tag, place_of(frame.header, frame.generation))
+                (frame.tag, frame.place)
                 for frames in self._by_namespace.values()
                 for frame in frames.values()
                 if not frame.is_writing
@@ -187,7 +186,7 @@ class Ledger:
     def _recover(self) -> None:
         """Take in the frames that rest in the arena; what was being written is free, once nobody can write it."""
         strangers = self.arena.workers_alive(other_sessions=True)
-        resting: list[tuple[Found, Slot, SizeClass]] = []
+        resting: list[tuple[Found, Slot]] = []
         for span in self._space.spans.all():
             if span.size is None:
                 self._space.spans.free(span)
@@ -195,35 +194,34 @@ class Ledger:
             size_class = self._space.adopt(span)
             in_use = {found.header: found for found in scan(self.arena, span)}
             for header, offset in span.slots():
-                slot, found = Slot(header, offset, span), in_use.get(header)
+                slot, found = Slot(header, offset, span, size_class), in_use.get(header)
                 if found is None:
                     size_class.free.append(slot)
                 elif found.state == fmt.State.READY:
-                    resting.append((found, slot, size_class))
+                    resting.append((found, slot))
                 elif found.state == fmt.State.WRITING and strangers:
-                    self._quarantine.append((slot, size_class))
+                    self._quarantine.append(slot)
                     self._space.quarantined.add(span)
                 else:
                     self.counts["discarded"] += 1
                     self._words[slot.word] = fmt.State.FREE
                     size_class.free.append(slot)
-        for found, slot, size_class in sorted(resting, key=lambda r: (r[0].time, r[0].generation)):
-            self._restore(found, slot, size_class)
+        for found, slot in sorted(resting, key=lambda r: (r[0].time, r[0].generation)):
+            self._restore(found, slot)
 
-    def _restore(self, found: Found, slot: Slot, size_class: SizeClass) -> None:
+    def _restore(self, found: Found, slot: Slot) -> None:
         frames = self._by_namespace.setdefault(found.namespace, {})
-        if self._index.is_crowded:
+        if self._index.room <= 0:
             # what is not restored yet looks like free room to an eviction
             self._grow_index(evict=False)
         if found.key in frames or self._index.is_full:
             self.counts["discarded"] += 1
             self._words[slot.word] = fmt.State.FREE
-            size_class.free.append(slot)
+            slot.size_class.free.append(slot)
             return
-        frame = Frame(
-            found.key, found.namespace, slot, size_class, found.blob_bytes, found.generation,
-            fmt.key_tag(found.namespace, found.key),
-        )  # fmt: skip
+        tag = fmt.key_tag(found.namespace, found.key)
+        ready = found.generation << 8 | fmt.State.READY
+        frame = Frame(found.key, found.namespace, slot, found.blob_bytes, ready, tag, 0, True)
         frames[found.key] = frame
         self._publish(frame)
         self.counts["recovered"] += 1

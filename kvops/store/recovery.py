@@ -44,17 +44,17 @@ def scan(arena: Arena, span: Span) -> Iterator[Found]:
 
 def _read(buffer: memoryview, header: int, offset: int, frame_bytes: int, word: int) -> Found:
     body = buffer[header + 8 : header + 8 + fmt.HEADER_BODY.size]
-    digest, namespace, blob, blob_bytes, group, _, when, magic, version, hash_bytes, parts = (
+    key, namespace, _, blob, blob_bytes, when, magic, version, key_bytes, parts = (
         fmt.HEADER_BODY.unpack(body)
     )
-    (check,) = fmt.CHECK.unpack_from(buffer, header + 92)
+    (check,) = fmt.CHECK.unpack_from(buffer, header + fmt.HEADER_CHECK)
     sane = (
         magic == fmt.HEADER_MAGIC
         and version == fmt.FORMAT_VERSION
         and check == fmt.check_of(body)
         and blob == offset
         and blob_bytes <= frame_bytes
-        and fmt.HASH_BYTES_MIN <= hash_bytes <= fmt.HASH_BYTES_MAX
+        and fmt.KEY_BYTES_MIN <= key_bytes <= fmt.KEY_BYTES_MAX
         and 0 < parts <= fmt.MAX_PARTS
     )
     state = fmt.State.BAD
@@ -62,8 +62,7 @@ def _read(buffer: memoryview, header: int, offset: int, frame_bytes: int, word: 
         state = fmt.State.WRITING
     elif sane and word & 0xFF == fmt.State.READY and parts_ready(buffer, header, parts):
         state = fmt.State.READY
-    key = fmt.join_key(digest, hash_bytes, group) if sane else b""
-    return Found(header, offset, state, word >> 8, key, namespace, blob_bytes, when)
+    return Found(header, offset, state, word >> 8, key[:key_bytes], namespace, blob_bytes, when)
 
 
 def parts_ready(buffer: memoryview, header: int, part_count: int) -> bool:

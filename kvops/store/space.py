@@ -84,7 +84,9 @@ class Space:
         span = self.spans.assign(first, slabs, size_class.size)
         size_class.spans.append(span)
         # taken from the end: lowest addresses first
-        size_class.free[:0] = [Slot(header, offset, span) for header, offset in span.slots()][::-1]
+        size_class.free[:0] = [
+            Slot(header, offset, span, size_class) for header, offset in span.slots()
+        ][::-1]
 
     def _give_up(self, size_class: SizeClass) -> bool:
         own = next((f for f in size_class.policy.candidates() if not self._is_held(f)), None)

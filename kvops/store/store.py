@@ -14,17 +14,14 @@ import enum
 import time
 from collections.abc import Iterable, Sequence
 
-import xxhash
-
 from . import format as fmt
 from .arena import Arena
-from .checksum import Verify, ready_part
+from .checksum import Verify
 from .frame import Frame
-from .ledger import Ledger
 from .policy import POLICIES
+from .putget import PutGet
+from .putget import Reserve as Reserve
 from .recovery import parts_ready
-
-Blob = bytes | bytearray | memoryview
 
 
 class Lookup(enum.Enum):
@@ -35,15 +32,7 @@ class Lookup(enum.Enum):
     MISS = "miss"
 
 
-class Reserve(enum.Enum):
-    """Why no frame was given."""
-
-    EXISTS = "exists"
-    PENDING = "pending"
-    NO_ROOM = "no_room"
-
-
-class Store(Ledger):
+class Store(PutGet):
     """The chunks of one arena, seen by its owner. Made by :meth:`open`.
 
     Attributes:
@@ -108,7 +97,7 @@ class Store(Ledger):
             if frame is not None and not frame.is_writing:
                 self._tick += 1
                 frame.tick = self._tick
-                frame.size_class.policy.touch(frame)
+                frame.slot.size_class.policy.touch(frame)
 
     def end_step(self) -> None:
         """Drop all provisional leases."""
@@ -133,14 +122,15 @@ class Store(Ledger):
             ValueError: a key or *blob_bytes* is not as above; nothing was reserved.
         """
         plan = self._plan(blob_bytes)
-        heads = [fmt.split_key(key) for key in keys]
+        for key in keys:
+            fmt.check_key(key)
         if plan is None:
             self.counts["no_room"] += len(keys)
             return [Reserve.NO_ROOM] * len(keys)
         size_class, empty = plan
         now = int(time.time())
         out: list[Frame | Reserve] = []
-        for key, (digest, group) in zip(keys, heads, strict=True):
+        for key in keys:
             there = self.frames.get(key)
             if there is not None:
                 known = self._existing(there)
@@ -151,7 +141,7 @@ class Store(Ledger):
             if frame is None:
                 out.append(Reserve.NO_ROOM)
                 continue
-            self._write_header(frame, digest, group, tokens, now, empty)
+            self._write_header(frame, tokens, now, empty)
             self._space.held.add(frame)
             out.append(frame)
         return out
@@ -197,8 +187,8 @@ class Store(Ledger):
             if frame.leases == 0:
                 raise ValueError(f"frames must be leased; got {frame!r}, which nobody reads")
             frame.leases -= 1
-            if frame.leases == 0 and frame.is_orphan:
-                self._orphans.remove(frame)
+            if frame.leases == 0 and frame in self._orphans:
+                del self._orphans[frame]
                 self._give_back(frame)
             elif frame.leases == 0 and self._words[frame.word] != frame.ready:
                 self._free(frame)
@@ -216,93 +206,6 @@ class Store(Ledger):
             out.append(gone)
         return out
 
-    # --- put and get: both halves in this process --------------------------------------------------------------
-
-    def put(
-        self,
-        keys: Sequence[bytes],
-        blobs: Sequence["bytes | bytearray | memoryview"],
-        *,
-        tokens: int = 0,
-    ) -> list[bool | Reserve]:
-        """Store whole blobs of this process; True for each that was stored, or why not.
-
-        Args:
-            keys: as for :meth:`reserve`.
-            blobs: one contiguous buffer of bytes for each key.
-            tokens: as for :meth:`reserve`.
-
-        Raises:
-            ValueError: the store has more than one part, a key is malformed, or a blob is empty.
-        """
-        if self.parts != 1 or len(keys) != len(blobs):
-            raise ValueError(
-                f"put needs one part and a blob for each key; got {self.parts} parts, {len(keys)} keys, "
-                f"{len(blobs)} blobs"
-            )
-        buffer, with_checksum = self._buffer, self._verify is not Verify.OFF
-        now = int(time.time())
-        out: list[bool | Reserve] = []
-        for key, blob in zip(keys, blobs, strict=True):
-            data = blob if type(blob) is bytes else memoryview(blob).cast("B")
-            size = len(data)
-            plan = self._plans.get(size) or self._plan(size)
-            digest, group = fmt.split_key(key)
-            there = self.frames.get(key)
-            known = None if there is None else self._existing(there)
-            if known is not None:
-                out.append(known)
-                continue
-            frame = None if plan is None else self._claim(key, plan[0], size)
-            if frame is None:
-                out.append(Reserve.NO_ROOM)
-                continue
-            offset = frame.offset
-            buffer[offset : offset + size] = data
-            part = ready_part(size, xxhash.xxh3_64_intdigest(data) if with_checksum else None)
-            self._write_header(frame, digest, group, tokens, now, part)
-            self._publish(frame)
-            out.append(True)
-        self.counts["committed"] += out.count(True)
-        return out
-
-    def get(self, keys: Sequence[bytes], out: Sequence["bytearray | memoryview"]) -> list[bool]:
-        """Copy whole blobs out; return which were there and intact. What is returned False for may be scribbled on.
-
-        Args:
-            keys: chunk keys.
-            out: a writable buffer of exactly the blob's size for each key.
-
-        Raises:
-            ValueError: the store has more than one part, the lists differ in length, or a buffer has another size than its blob.
-        """
-        if self.parts != 1 or len(keys) != len(out):
-            raise ValueError(
-                f"get needs one part and a buffer for each key; got {self.parts} parts, {len(keys)} keys, "
-                f"{len(out)} buffers"
-            )
-        words, buffer, get = self._words, self._buffer, self.frames.get
-        done = []
-        for key, target in zip(keys, out, strict=True):
-            frame = get(key)
-            if frame is None or words[frame.word] != frame.ready:
-                done.append(False)
-                continue
-            size = frame.blob_bytes
-            view = memoryview(target)
-            if view.nbytes != size:
-                raise ValueError(
-                    f"out must be {size} bytes for key {key.hex()[:12]}; got {view.nbytes}"
-                )
-            if view.format != "B" or view.ndim != 1:
-                view = view.cast("B")
-            view[:] = buffer[frame.offset : frame.offset + size]
-            self._tick += 1
-            frame.tick = self._tick
-            frame.size_class.policy.touch(frame)
-            done.append(self._verify is Verify.OFF or self._is_intact(frame, view))
-        return done
-
     # --- life --------------------------------------------------------------------------------------------------
 
     def new_epoch(self, namespace: bytes) -> None:
@@ -315,9 +218,8 @@ class Store(Ledger):
         for frame in list(old.values()):
             if frame.is_writing or frame.leases:
                 self._unlist(frame, old)
-                frame.is_orphan = True
                 self._space.held.add(frame)
-                self._orphans.append(frame)
+                self._orphans[frame] = None
             else:
                 self._free(frame, old)
         self.namespace = namespace
@@ -328,12 +230,12 @@ class Store(Ledger):
         if self._orphans:
             gone = [f for f in self._orphans if self._is_done(f)]
             for frame in gone:
-                self._orphans.remove(frame)
+                del self._orphans[frame]
                 self._give_back(frame)
         if self._quarantine and not self.arena.workers_alive(other_sessions=True):
-            for slot, size_class in self._quarantine:
+            for slot in self._quarantine:
                 self._words[slot.word] = fmt.State.FREE
-                size_class.free.append(slot)
+                slot.size_class.free.append(slot)
             self._quarantine.clear()
             self._space.quarantined.clear()
         return len(self._orphans)
@@ -360,7 +262,7 @@ class Store(Ledger):
         held = self._space.held
         return {
             "arena_bytes": self.arena.arena_bytes,
-            "used_bytes": used + sum(f.size_class.size.frame_bytes for f in held),
+            "used_bytes": used + sum(f.slot.size_class.size.frame_bytes for f in held),
             "ready_frames": ready,
             "writing_frames": sum(f.is_writing for f in held),
             "orphaned_frames": len(self._orphans),
@@ -374,18 +276,3 @@ class Store(Ledger):
     def close(self) -> None:
         """Give up ownership. Frames stay; reserved ones are free for the next owner."""
         self.arena.release_ownership()
-
-    def _existing(self, frame: Frame) -> Reserve | None:
-        """Say why *frame* stands in the way of a reservation; None if it is gone now."""
-        if frame.is_writing:
-            return Reserve.PENDING
-        if self._words[frame.word] == frame.ready:
-            # what was offered again must not be evicted for its neighbours
-            self._tick += 1
-            frame.tick = self._tick
-            frame.size_class.policy.touch(frame)
-            return Reserve.EXISTS
-        if frame.leases:
-            return Reserve.PENDING
-        self._free(frame)
-        return None

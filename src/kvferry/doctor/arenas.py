@@ -18,6 +18,10 @@ _PRIVATE = re.compile(r"kvferry-\d+-[0-9a-f]{16}\.arena")
 """Names of arenas that should be gone with their engine."""
 
 
+_PAGE = 4096
+"""An arena is whole pages; ``arena_bytes`` is rounded up."""
+
+
 def settings(
     machine: Machine, extra_config: Mapping[str, Any] | None
 ) -> tuple[Config, list[Finding]]:
@@ -81,7 +85,7 @@ def _arena(machine: Machine, path: Path, is_asked: bool, arena_bytes: int | None
     counts = ", ".join(f"{count} {state}" for state, count in frames.items())
     value = f"{held}; format {report['format_version']}; {used}; frames: {counts or 'none'}"
     level, advice = "ok", ""
-    if arena_bytes is not None and arena_bytes != size:
+    if arena_bytes is not None and -(-arena_bytes // _PAGE) * _PAGE != size:
         level = "bad"
         advice = f"Set arena_bytes to {size}, which it has, or remove the file to start anew."
     elif held == "resting" and _PRIVATE.fullmatch(path.name):

@@ -6,10 +6,13 @@ import os
 
 import numpy
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.kvops.namespace import describe, model_identity, namespace_digest
+
+# a busy machine is no failure
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.floats(-1e9, 1e9),
@@ -19,6 +22,7 @@ JSON = st.recursive(
 FIELDS = st.dictionaries(st.text(max_size=5), JSON, min_size=1, max_size=5)
 
 
+@PATIENT
 @given(FIELDS)
 def test_order_does_not_matter(fields):
     turned = dict(reversed(list(fields.items())))
@@ -28,6 +32,7 @@ def test_order_does_not_matter(fields):
     assert describe(fields).isascii()
 
 
+@PATIENT
 @given(FIELDS, FIELDS)
 def test_different_text_means_a_different_name(one, other):
     same_text = describe(one) == describe(other)

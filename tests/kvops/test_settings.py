@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.kvops.settings import (
@@ -15,6 +15,9 @@ from kvferry.kvops.settings import (
     format_bytes,
     parse_bytes,
 )
+
+# a busy machine is no failure
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize(
@@ -80,23 +83,27 @@ def test_parse_bytes_refuses(value, words):
     assert words in str(caught.value)
 
 
+@PATIENT
 @given(st.integers(1, 10**6), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " ", "  "]))
 def test_parse_bytes_whole_numbers(number, unit, gap):
     assert parse_bytes(f"{number}{gap}{unit}") == number * UNITS[unit]
     assert parse_bytes(f"{number}{gap}{unit.lower()}") == number * UNITS[unit]
 
 
+@PATIENT
 @given(st.decimals(1, 10**6, places=4), st.sampled_from(["kB", "MB", "GB", "KiB", "MiB", "GiB"]))
 def test_parse_bytes_fractions_are_exact_then_rounded_down(number, unit):
     assert parse_bytes(f"{number}{unit}") == int(Fraction(str(number)) * UNITS[unit])
 
 
+@PATIENT
 @given(st.integers(1, 1 << 60))
 def test_parse_bytes_of_a_number_is_the_number(size):
     assert parse_bytes(size) == size
     assert parse_bytes(str(size)) == size
 
 
+@PATIENT
 @given(st.integers(1, 1 << 13), st.sampled_from([0, 10, 20, 30]))
 def test_format_bytes_of_whole_units_reads_back(number, shift):
     text = format_bytes(number << shift)
@@ -104,6 +111,7 @@ def test_format_bytes_of_whole_units_reads_back(number, shift):
         assert parse_bytes(text.replace(" bytes", "")) == number << shift
 
 
+@PATIENT
 @given(st.one_of(st.text(max_size=20), st.integers(), st.floats(), st.none(), st.binary()))
 def test_parse_bytes_answers_or_says_what_would_do(value):
     try:

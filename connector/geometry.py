@@ -57,7 +57,7 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, blocks_per_chunk: int,
     for group_id in group_ids:
         group = kv_cache_config.kv_cache_groups[group_id]
         specs = list(compat.layer_specs(group.kv_cache_spec))
-        sizes = [spec.unpadded_page_size_bytes for spec in specs]
+        sizes = [getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes) for spec in specs]
         mixed |= len(set(sizes)) > 1
         total = sum(sizes) if len(sizes) > 1 else sizes[0] * len(group.layer_names)
         pages.append(packed or total)

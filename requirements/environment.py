@@ -184,6 +184,8 @@ class Environment:
         if self.installed.pop(name, None):
             self.mark("folder", self.folder)
         pip = [self.python, "-m", "pip", "install", "--disable-pip-version-check"]
+        # byte code is made when a module is first imported: half of it never is
+        pip.append("--no-compile")
         run(step, pip + ([] if sys.stdout.isatty() else ["--quiet"]) + arguments)
         self.mark(name, digest)
 

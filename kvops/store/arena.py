@@ -9,7 +9,6 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -173,7 +172,7 @@ class Arena:
                 f"begins with {head!r}"
             )
         else:
-            _check_superblock(os.pread(fd, fmt.SUPERBLOCK.size, 0), size, arena_bytes, path)
+            check_superblock(os.pread(fd, fmt.SUPERBLOCK.size, 0), size, arena_bytes, path)
             if os.fstat(fd).st_blocks * 512 < size:
                 # somebody made it sparse (a copy, say): a touched hole on a full tmpfs is a SIGBUS
                 memory.allocate(fd, size, str(path))
@@ -228,15 +227,24 @@ class Arena:
                 if not is_alive(pid, start):
                     entry = (os.getpid(), own_start_time(), self.session, 0, 0, 0, 0, 0)
                     fmt.ATTACH.pack_into(self.buffer, _attach_offset(slot), *entry)
+                    self.words[fmt.ATTACH_SEQUENCE_WORD] += 1
                     self._attach_slot = slot
                     return slot
         raise ArenaBusyError(f"arena {self.name}: all {fmt.ATTACH_SLOTS} attach slots are taken")
 
     def attached(self) -> list[tuple[int, ...]]:
-        """Return the attach table: (pid, start, session, writes_begun, writes_done, reads_begun, reads_done, 0)."""
+        """Return the attach table: (pid, start, session, writes_begun, writes_done, reads_begun, reads_done, frames_bad)."""
         return [
             fmt.ATTACH.unpack_from(self.buffer, _attach_offset(slot))
             for slot in range(fmt.ATTACH_SLOTS)
+        ]
+
+    def bad_words(self) -> list[int]:
+        """Return the indices in *words* at which the processes of this session count corrupt frames."""
+        return [
+            _attach_offset(slot) // 8 + fmt.ATTACH_BAD_WORD
+            for slot, (pid, _, session, *_) in enumerate(self.attached())
+            if pid and session == self.session
         ]
 
     def workers_alive(self, *, other_sessions: bool = False) -> int:
@@ -338,7 +346,7 @@ def _attach_offset(slot: int) -> int:
     return fmt.ATTACH_OFFSET + slot * fmt.ATTACH_BYTES
 
 
-def _check_superblock(head: bytes, size: int, arena_bytes: int | None, path: Path) -> None:
+def check_superblock(head: bytes, size: int, arena_bytes: int | None, path: Path) -> None:
     """Refuse an arena that this version, or this configuration, can't use."""
     _, version, check, stored_bytes, *_ = fmt.SUPERBLOCK.unpack(head)
     wipe = f"delete {path} to start empty"
@@ -354,47 +362,3 @@ def _check_superblock(head: bytes, size: int, arena_bytes: int | None, path: Pat
             f"arena_bytes must be {stored_bytes}, the size of the arena that rests in {path}; got "
             f"{arena_bytes}; change arena_bytes, or {wipe}"
         )
-
-
-def inspect_arena(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Report on an arena file without changing it; what can't be read is said under "error".
-
-    Returns:
-        path, arena_bytes, format_version, owner ("live pid N" or None), attached (live processes), frames (count by
-        state), used_bytes (of ready and writing frames), slabs (by use), error (None or a sentence).
-    """
-    from .recovery import census
-
-    report: dict[str, Any] = {
-        "path": str(path), "arena_bytes": None, "format_version": None, "owner": None, "attached": 0,
-        "frames": {}, "used_bytes": 0, "slabs": {}, "error": None,
-    }  # fmt: skip
-    file = Path(path)
-    try:
-        with file.open("rb") as stream:
-            fd = stream.fileno()
-            size = os.fstat(fd).st_size
-            head = os.pread(fd, fmt.SUPERBLOCK_BYTES, 0)
-            if head[:8] == fmt.MAGIC_UNFINISHED:
-                report["error"] = "its creation was never finished; it will be made anew"
-                return report
-            if head[:8] != fmt.MAGIC or len(head) < fmt.SUPERBLOCK_BYTES:
-                report["error"] = "it is not a kvferry arena"
-                return report
-            report["arena_bytes"] = size
-            report["format_version"] = int.from_bytes(head[8:12], "little")
-            _check_superblock(head[: fmt.SUPERBLOCK.size], size, None, file)
-            pid, start, _ = fmt.OWNER.unpack_from(head, fmt.OWNER_OFFSET)
-            if is_alive(pid, start):
-                report["owner"] = f"live pid {pid}"
-            view = np.memmap(file, dtype=np.uint8, mode="r")
-            table = view[
-                fmt.ATTACH_OFFSET : fmt.ATTACH_OFFSET + fmt.ATTACH_SLOTS * fmt.ATTACH_BYTES
-            ]
-            report["attached"] = sum(
-                is_alive(entry[0], entry[1]) for entry in fmt.ATTACH.iter_unpack(table.tobytes())
-            )
-            report.update(census(view))
-    except (OSError, ArenaError, ValueError) as error:
-        report["error"] = str(error)
-    return report

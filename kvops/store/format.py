@@ -25,6 +25,7 @@ Superblock
     96  u64  owner_pid      0 when nobody ever owned it
     104 u64  owner_start    start time of that process, in clock ticks since boot
     112 u64  owner_session  digest of the owner's session name (an engine id)
+    120 u64  attach_sequence counts entries into the attach table
 
 Attach slot: one process that has mapped the arena to read or write blobs
     0   u64  pid            0: the slot is free
@@ -34,7 +35,7 @@ Attach slot: one process that has mapped the arena to read or write blobs
     32  u64  writes_done    parts whose writing ended, ever; begun - done are being written now
     40  u64  reads_begun
     48  u64  reads_done
-    56  u64  unused
+    56  u64  frames_bad     frames that this process found corrupt, ever
 
 Span table entry, one for each slab. A span is a run of slabs that hold frames of one size
     0   u32  kind           0 free, 1 first slab of a span of frames, 2 a further slab, 3 first slab of an index
@@ -137,6 +138,8 @@ INDEX_SEQUENCE_WORD = 64 // 8
 INDEX_OFFSET_WORD = 72 // 8
 INDEX_SLOTS_WORD = 80 // 8
 EPOCH_WORD = 88 // 8
+ATTACH_SEQUENCE_WORD = 120 // 8
+ATTACH_BAD_WORD = 56 // 8
 OWNER_OFFSET = 96
 
 GENERATION_COUNT_BITS = 36

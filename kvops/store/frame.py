@@ -54,17 +54,17 @@ class Frame:
         leases: loads that hold it now. reads: loads that were ever granted in this life.
         step: the frame is held until the end of this scheduler step.
         tick: when it was last used; compares only.
-        is_writing: reserved, and neither committed nor aborted.
+        is_ready: may be read. is_writing: reserved, and neither committed nor aborted. Neither: found corrupt, or gone.
     """
 
     __slots__ = (
-        "blob_bytes", "is_writing", "key", "leases", "namespace", "reads", "ready", "slot", "step",
+        "blob_bytes", "is_ready", "is_writing", "key", "leases", "namespace", "reads", "ready", "slot", "step",
         "tag", "tick", "word",
     )  # fmt: skip
 
     def __init__(
         self, key: bytes, namespace: bytes, slot: Slot, blob_bytes: int, ready: int, tag: int, tick: int,
-        is_writing: bool,
+        is_ready: bool,
     ) -> None:  # fmt: skip
         self.key = key
         self.namespace = namespace
@@ -74,7 +74,8 @@ class Frame:
         self.ready = ready
         self.tag = tag
         self.tick = tick
-        self.is_writing = is_writing
+        self.is_ready = is_ready
+        self.is_writing = not is_ready
         self.leases = 0
         self.reads = 0
         self.step = -1

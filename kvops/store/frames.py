@@ -104,6 +104,8 @@ class Frames:
                 return
             if not ok and self._is_ready(header, generation):
                 self._words[header // 8] = generation << 8 | fmt.State.BAD
+                # after the mark: the owner looks at the frames it lent when this count has moved
+                self._words[self._attach + fmt.ATTACH_BAD_WORD] += 1
             word = (header + self._part) // 8
             self._words[word] = (self._words[word] + _READS_DONE_ONE) & 0xFFFF_FFFF_FFFF_FFFF
 

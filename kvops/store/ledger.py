@@ -43,6 +43,10 @@ class Ledger:
         self._evicted: deque[bytes] = deque(maxlen=EVICTED_KEPT)
         self._orphans: dict[Frame, None] = {}
         self._quarantine: list[Slot] = []
+        self._leased: set[Frame] = set()
+        self._bad_words: list[int] = []
+        self._bad_seen = 0
+        self._attach_seen = -1
         self._tick = 0
         self._reads = 0
         self._plans: dict[int, tuple[SizeClass, bytes]] = {}
@@ -82,7 +86,7 @@ class Ledger:
         namespace = self.namespace
         ready = self._generation << 8 | fmt.State.READY
         tag = fmt.key_tag(namespace, key)
-        frame = Frame(key, namespace, slot, blob_bytes, ready, tag, 0, True)
+        frame = Frame(key, namespace, slot, blob_bytes, ready, tag, 0, False)
         self._words[slot.word] = self._generation << 8 | fmt.State.WRITING
         self.frames[key] = frame
         return frame
@@ -99,6 +103,7 @@ class Ledger:
 
     def _publish(self, frame: Frame) -> None:
         frame.is_writing = False
+        frame.is_ready = True
         self._words[frame.word] = frame.ready
         self._index.insert(frame.tag, frame.place)
         self._tick += 1
@@ -126,7 +131,7 @@ class Ledger:
             frame.slot.size_class.policy.remove(frame)
 
     def _give_back(self, frame: Frame) -> None:
-        frame.is_writing = False
+        frame.is_writing = frame.is_ready = False
         self._space.held.discard(frame)
         self._words[frame.word] = frame.generation << 8
         frame.slot.size_class.free.append(frame.slot)
@@ -142,6 +147,7 @@ class Ledger:
         if checksum == xxhash.xxh3_64_intdigest(copied):
             return True
         self._words[frame.word] = frame.generation << 8 | fmt.State.BAD
+        frame.is_ready = False
         if frame.leases == 0:
             self._free(frame)
             self.counts["bad"] += 1
@@ -221,7 +227,7 @@ class Ledger:
             return
         tag = fmt.key_tag(found.namespace, found.key)
         ready = found.generation << 8 | fmt.State.READY
-        frame = Frame(found.key, found.namespace, slot, found.blob_bytes, ready, tag, 0, True)
+        frame = Frame(found.key, found.namespace, slot, found.blob_bytes, ready, tag, 0, False)
         frames[found.key] = frame
         self._publish(frame)
         self.counts["recovered"] += 1

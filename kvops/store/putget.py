@@ -100,7 +100,7 @@ class PutGet(Ledger):
             if tag < 2:
                 tag = 2
             self._tick = tick = self._tick + 1
-            frame = Frame(key, namespace, slot, size, ready, tag, tick, False)
+            frame = Frame(key, namespace, slot, size, ready, tag, tick, True)
             words[word] = ready
             index.insert(tag, slot.place | generation & 0xFFFFFF)
             slot.size_class.policy.add(frame)
@@ -124,11 +124,11 @@ class PutGet(Ledger):
                 f"get needs one part and a buffer for each key; got {self.parts} parts, {len(keys)} keys, "
                 f"{len(out)} buffers"
             )
-        words, buffer, get = self._words, self._buffer, self.frames.get
+        buffer, get = self._buffer, self.frames.get
         done = []
         for key, target in zip(keys, out, strict=True):
             frame = get(key)
-            if frame is None or words[frame.word] != frame.ready:
+            if frame is None or not frame.is_ready:
                 done.append(False)
                 continue
             size = frame.blob_bytes
@@ -150,7 +150,7 @@ class PutGet(Ledger):
         """Say why *frame* stands in the way of a reservation; None if it is gone now."""
         if frame.is_writing:
             return Reserve.PENDING
-        if self._words[frame.word] == frame.ready:
+        if frame.is_ready:
             # what was offered again must not be evicted for its neighbours
             self._tick += 1
             frame.tick = self._tick

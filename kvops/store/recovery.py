@@ -2,13 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from . import format as fmt
 from .arena import Arena
-from .spans import Span, read_spans
+from .spans import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +67,3 @@ def parts_ready(buffer: memoryview, header: int, part_count: int) -> bool:
     first = header + fmt.HEADER_FIXED_BYTES + 2
     last = first + part_count * fmt.PART_BYTES
     return all(buffer[at] == fmt.PartState.READY for at in range(first, last, fmt.PART_BYTES))
-
-
-def census(view: "np.ndarray[Any, np.dtype[np.uint8]]") -> dict[str, Any]:
-    """Count frames by state, bytes in use and slabs by use, from the raw bytes of an arena."""
-    buffer = view.data
-    _, _, _, _, slab_bytes, slab_count, data, span_table, _ = fmt.SUPERBLOCK.unpack_from(buffer, 0)
-    frames = {state.name.lower(): 0 for state in fmt.State}
-    used_bytes = 0
-    slabs = {"frames": 0, "index": 0}
-    for span in read_spans(buffer, span_table, slab_bytes, slab_count, data):
-        if span.size is None:
-            slabs["index"] += span.slabs
-            continue
-        slabs["frames"] += span.slabs
-        size = span.size.header_bytes
-        heads = view[span.headers : span.headers + span.frame_count * size]
-        states = heads.reshape(span.frame_count, size)[:, 0]
-        for state in fmt.State:
-            count = int(np.count_nonzero(states == state))
-            frames[state.name.lower()] += count
-            if state in (fmt.State.READY, fmt.State.WRITING):
-                used_bytes += count * span.size.frame_bytes
-    slabs["free"] = slab_count - slabs["frames"] - slabs["index"]
-    return {"frames": frames, "used_bytes": used_bytes, "slabs": slabs}

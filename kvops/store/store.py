@@ -36,8 +36,8 @@ class Store(PutGet):
     """The chunks of one arena, seen by its owner. Made by :meth:`open`.
 
     Attributes:
-        frames: key -> record of every frame of the current namespace, ready or not. For lookups on a hot path: a frame
-            is ready while ``arena.words[frame.word] == frame.ready``.
+        frames: key -> record of every frame of the current namespace, being written or ready. For lookups on a hot
+            path: ``frame.is_ready``, after :meth:`notice_bad`.
         step: number of the scheduler step; ``frame.step = store.step`` keeps a frame until :meth:`end_step`.
         counts: what happened since the store was opened.
 
@@ -79,15 +79,28 @@ class Store(PutGet):
 
     def lookup(self, keys: Iterable[bytes]) -> list[Lookup]:
         """Return for each key whether its chunk can be read now, is being written, or is not there."""
-        get, words = self.frames.get, self._words
+        self.notice_bad()
+        get = self.frames.get
         hit, pending, miss = Lookup.HIT, Lookup.PENDING, Lookup.MISS
         return [
             miss if (f := get(key)) is None
-            else hit if words[f.word] == f.ready
+            else hit if f.is_ready
             else pending if f.is_writing
             else miss
             for key in keys
         ]  # fmt: skip
+
+    def notice_bad(self) -> None:
+        """Look at what workers say of the frames that were lent to them; one that is corrupt is ready no more.
+
+        For those who read *frames* themselves: once before the lookups of a step.
+        """
+        words = self._words
+        seen = sum([words[word] for word in self._bad_words])
+        if seen != self._bad_seen:
+            self._bad_seen = seen
+            for frame in self._leased:
+                frame.is_ready = frame.is_ready and words[frame.word] == frame.ready
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note that chunks were used. Pass the keys of a prompt last first: a prefix must outlive its tail."""
@@ -177,9 +190,15 @@ class Store(PutGet):
 
     def lease(self, frames: Iterable[Frame]) -> None:
         """Keep ready frames from being evicted while a load reads them. Counted."""
+        if self._words[fmt.ATTACH_SEQUENCE_WORD] != self._attach_seen:
+            # whoever is lent a frame must be listened to
+            self._attach_seen = self._words[fmt.ATTACH_SEQUENCE_WORD]
+            self._bad_words = self.arena.bad_words()
+            self._bad_seen = sum([self._words[word] for word in self._bad_words])
         for frame in frames:
             frame.leases += 1
             frame.reads += 1
+            self._leased.add(frame)
 
     def release(self, frames: Iterable[Frame]) -> None:
         """End loads. A frame that a worker found corrupt is freed when nobody reads it any more."""
@@ -187,6 +206,8 @@ class Store(PutGet):
             if frame.leases == 0:
                 raise ValueError(f"frames must be leased; got {frame!r}, which nobody reads")
             frame.leases -= 1
+            if frame.leases == 0:
+                self._leased.discard(frame)
             if frame.leases == 0 and frame in self._orphans:
                 del self._orphans[frame]
                 self._give_back(frame)

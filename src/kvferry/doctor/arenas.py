@@ -99,6 +99,6 @@ def _arena(machine: Machine, path: Path, is_asked: bool, arena_bytes: int | None
 
 def _inspect(path: Path) -> dict[str, Any]:
     # imported here: a doctor has to print even where the store cannot be imported
-    module = importlib.import_module("kvferry.kvops.store.arena")
+    module = importlib.import_module("kvferry.kvops.store.health")
     report: dict[str, Any] = module.inspect_arena(os.fspath(path))
     return report

@@ -12,7 +12,7 @@ from .arena import Arena
 
 _EMPTY = 0
 _DELETED = 1
-_HEADER_KEY = struct.Struct("<Q36s16sIQ")
+_HEADER_KEY = struct.Struct("<36s16sIQ")
 
 MAX_LOAD = 0.66
 """Share of slots in use (deleted ones included) at which an index is rebuilt."""
@@ -85,7 +85,9 @@ class Index:
         Readers that look meanwhile miss.
         """
         words = self._words
-        words[fmt.INDEX_SEQUENCE_WORD] += 1
+        # an owner that died in here left it odd
+        changing = words[fmt.INDEX_SEQUENCE_WORD] | 1
+        words[fmt.INDEX_SEQUENCE_WORD] = changing
         words[fmt.INDEX_OFFSET_WORD] = offset
         words[fmt.INDEX_SLOTS_WORD] = slots
         self._load()
@@ -93,7 +95,7 @@ class Index:
         self._buffer[offset : offset + size] = bytes(size)
         for tag, place in entries:
             self.insert(tag, place)
-        words[fmt.INDEX_SEQUENCE_WORD] += 1
+        words[fmt.INDEX_SEQUENCE_WORD] = changing + 1 & 0xFFFF_FFFF_FFFF_FFFF
 
 
 class Reader:
@@ -113,6 +115,9 @@ class Reader:
         if before & 1:
             return [None] * len(keys)
         base, mask = words[fmt.INDEX_OFFSET_WORD] // 8, words[fmt.INDEX_SLOTS_WORD] - 1
+        # place of one index and size of another: it was replaced between the two
+        if base + 2 * (mask + 1) > len(words):
+            return [None] * len(keys)
         found = [self._find(namespace, key, base, mask) for key in keys]
         return found if words[fmt.INDEX_SEQUENCE_WORD] == before else [None] * len(keys)
 
@@ -124,7 +129,9 @@ class Reader:
             header = place >> fmt.PLACE_GENERATION_BITS << 6
             if header + fmt.HEADER_FIXED_BYTES > self._arena.arena_bytes:
                 continue
-            word, stored, owner, _, blob = _HEADER_KEY.unpack_from(self._arena.buffer, header)
+            # a load of 8 bytes; unpacking goes byte by byte
+            word = self._arena.words[header // 8]
+            stored, owner, _, blob = _HEADER_KEY.unpack_from(self._arena.buffer, header + 8)
             same = stored == padded and owner == namespace
             if same and word & 0xFF == fmt.State.READY and self._arena.words[header // 8] == word:
                 return header, blob, word >> 8

@@ -133,6 +133,8 @@ PLACE_GENERATION_MASK = (1 << PLACE_GENERATION_BITS) - 1
 HEADER_CHECK = 92
 """Where the check word is in a header."""
 
+HEADER_BLOB_WORD = 64 // 8
+"""Which word of a header is the offset of the blob."""
 
 INDEX_SEQUENCE_WORD = 64 // 8
 INDEX_OFFSET_WORD = 72 // 8

@@ -47,13 +47,15 @@ class Frames:
 
         After an answer that is not None, exactly one of :meth:`finish_write` and :meth:`fail_write` must follow.
         """
-        if self._words[header // 8] != generation << 8 | fmt.State.WRITING:
-            with self._lock:
-                self.stale_frames += 1
-            return None
         with self._lock:
-            self._begun.add(header)
             self._words[self._attach + _WRITES_BEGUN] += 1
+        # the count before the look, and a lock's fence between them: a new owner sees one of the two
+        with self._lock:
+            if self._words[header // 8] != generation << 8 | fmt.State.WRITING:
+                self._words[self._attach + _WRITES_DONE] += 1
+                self.stale_frames += 1
+                return None
+            self._begun.add(header)
         return self._place(header)
 
     def finish_write(self, header: int, generation: int) -> bool:
@@ -62,12 +64,11 @@ class Frames:
         value, algorithm = 0, Algorithm.NONE
         if self._verify is not Verify.OFF:
             value, algorithm = checksum(self._buffer[offset : offset + size]), Algorithm.XXH3_64
-        self._words[(header + self._part) // 8 + _PART_CHECKSUM_WORD] = value
-        return self._end_write(header, generation, fmt.PartState.READY, algorithm)
+        return self._end_write(header, generation, fmt.PartState.READY, algorithm, value)
 
     def fail_write(self, header: int, generation: int) -> None:
         """Mark the part failed, begun or not: the owner will not publish the frame."""
-        self._end_write(header, generation, fmt.PartState.FAILED, Algorithm.NONE)
+        self._end_write(header, generation, fmt.PartState.FAILED, Algorithm.NONE, 0)
 
     def begin_read(self, header: int, generation: int) -> tuple[int, int] | None:
         """Return (arena offset, bytes) of this rank's part; None if the frame is gone or its bytes are not intact.
@@ -114,10 +115,10 @@ class Frames:
 
     def _place(self, header: int) -> tuple[int, int]:
         words, part = self._words, (header + self._part) // 8
-        return words[header // 8 + 7] + words[part + 1], words[part + 2]
+        return words[header // 8 + fmt.HEADER_BLOB_WORD] + words[part + 1], words[part + 2]
 
     def _end_write(
-        self, header: int, generation: int, state: fmt.PartState, algorithm: Algorithm
+        self, header: int, generation: int, state: fmt.PartState, algorithm: Algorithm, value: int
     ) -> bool:
         with self._lock:
             if header in self._begun:
@@ -126,6 +127,7 @@ class Frames:
             if self._words[header // 8] != generation << 8 | fmt.State.WRITING:
                 return False
             word = (header + self._part) // 8
+            self._words[word + _PART_CHECKSUM_WORD] = value
             rank = self._words[word] & 0xFFFF
             self._words[word] = rank | state << 16 | algorithm << 24
             return True

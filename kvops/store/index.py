@@ -24,6 +24,7 @@ class Index:
     def __init__(self, arena: Arena) -> None:
         self._words = arena.words
         self._buffer = arena.buffer
+        self.promised = 0
         self._load()
 
     def _load(self) -> None:
@@ -34,12 +35,17 @@ class Index:
         self.used = 0
         self.deleted = 0
         # insertions until it should be rebuilt; may be negative
-        self.room = int(self.slots * MAX_LOAD)
+        self.room = int(self.slots * MAX_LOAD) - self.promised
 
     @property
     def is_full(self) -> bool:
-        """Whether an insertion would leave no empty slot, at which searches end."""
-        return self.used + self.deleted >= self.slots - 1
+        """Whether one more insertion or promise could leave no empty slot, at which searches end."""
+        return self.used + self.deleted + self.promised >= self.slots - 1
+
+    def promise(self, count: int) -> None:
+        """Set room for *count* insertions aside (negative: give it back), for frames that are not ready yet."""
+        self.promised += count
+        self.room -= count
 
     def insert(self, tag: int, place: int) -> None:
         """Add a slot; the caller knows that the key is not in the index and that there is room."""

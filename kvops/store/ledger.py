@@ -87,6 +87,7 @@ class Ledger:
         ready = self._generation << 8 | fmt.State.READY
         tag = fmt.key_tag(namespace, key)
         frame = Frame(key, namespace, slot, blob_bytes, ready, tag, 0, False)
+        self._index.promise(1)
         self._words[slot.word] = self._generation << 8 | fmt.State.WRITING
         self.frames[key] = frame
         return frame
@@ -126,7 +127,9 @@ class Ledger:
     def _unlist(self, frame: Frame, among: dict[bytes, Frame]) -> None:
         if among.get(frame.key) is frame:
             del among[frame.key]
-        if not frame.is_writing:
+        if frame.is_writing:
+            self._index.promise(-1)
+        else:
             self._index.remove(frame.tag, frame.place)
             frame.slot.size_class.policy.remove(frame)
 
@@ -135,6 +138,11 @@ class Ledger:
         self._space.held.discard(frame)
         self._words[frame.word] = frame.generation << 8
         frame.slot.size_class.free.append(frame.slot)
+
+    def _free_orphan(self, frame: Frame) -> None:
+        del self._orphans[frame]
+        self._leased.discard(frame)
+        self._give_back(frame)
 
     def _is_intact(self, frame: Frame, copied: memoryview) -> bool:
         self._reads += 1
@@ -168,7 +176,7 @@ class Ledger:
         """Make the index roomy again; if there are no slabs to be had it stays crowded."""
         index = self._index
         offset, slots, span = index.offset, index.slots, self._index_span
-        if index.used > slots * MAX_LOAD / 2:
+        if index.used + index.promised > slots * MAX_LOAD / 2:
             slab_bytes = self.arena.slab_bytes
             slabs = -(-2 * slots * fmt.INDEX_SLOT_BYTES // slab_bytes)
             span = self._space.take_slabs(slabs, evict=evict)

@@ -171,6 +171,7 @@ class Store(PutGet):
                 self._buffer, frame.header, self.parts
             ):  # fmt: skip
                 self._space.held.discard(frame)
+                self._index.promise(-1)
                 self._publish(frame)
                 self.counts["committed"] += 1
                 out.append(True)
@@ -182,19 +183,33 @@ class Store(PutGet):
     def abort(self, frames: Iterable[Frame]) -> None:
         """Give reserved frames back unread. No worker may write them any more. Other frames are left alone."""
         for frame in frames:
-            if frame.is_writing:
-                self.counts["aborted"] += 1
+            if not frame.is_writing:
+                continue
+            self.counts["aborted"] += 1
+            if frame in self._orphans:
+                self._free_orphan(frame)
+            else:
                 self._free(frame)
 
     # --- reading -----------------------------------------------------------------------------------------------
 
     def lease(self, frames: Iterable[Frame]) -> None:
-        """Keep ready frames from being evicted while a load reads them. Counted."""
+        """Keep frames from being evicted while a load reads them. Counted.
+
+        Raises:
+            ValueError: a frame is neither ready nor ready until a worker found it corrupt; none was leased.
+        """
         if self._words[fmt.ATTACH_SEQUENCE_WORD] != self._attach_seen:
             # whoever is lent a frame must be listened to
             self._attach_seen = self._words[fmt.ATTACH_SEQUENCE_WORD]
             self._bad_words = self.arena.bad_words()
-            self._bad_seen = sum([self._words[word] for word in self._bad_words])
+            # what was counted before we listened: look at every frame once
+            self._bad_seen = -1
+        frames = list(frames)
+        for frame in frames:
+            # READY and BAD differ in the lowest bit
+            if self._words[frame.word] | 1 != frame.ready | 1:
+                raise ValueError(f"frames must be ready; got {frame!r}, which is not there any more")
         for frame in frames:
             frame.leases += 1
             frame.reads += 1
@@ -206,12 +221,13 @@ class Store(PutGet):
             if frame.leases == 0:
                 raise ValueError(f"frames must be leased; got {frame!r}, which nobody reads")
             frame.leases -= 1
-            if frame.leases == 0:
-                self._leased.discard(frame)
-            if frame.leases == 0 and frame in self._orphans:
-                del self._orphans[frame]
-                self._give_back(frame)
-            elif frame.leases == 0 and self._words[frame.word] != frame.ready:
+            # not among them: it was taken back after a reset
+            if frame.leases or frame not in self._leased:
+                continue
+            self._leased.discard(frame)
+            if frame in self._orphans:
+                self._free_orphan(frame)
+            elif self._words[frame.word] != frame.ready:
                 self._free(frame)
                 self.counts["bad"] += 1
 
@@ -251,8 +267,7 @@ class Store(PutGet):
         if self._orphans:
             gone = [f for f in self._orphans if self._is_done(f)]
             for frame in gone:
-                del self._orphans[frame]
-                self._give_back(frame)
+                self._free_orphan(frame)
         if self._quarantine and not self.arena.workers_alive(other_sessions=True):
             for slot in self._quarantine:
                 self._words[slot.word] = fmt.State.FREE
@@ -263,11 +278,10 @@ class Store(PutGet):
 
     def abandon(self) -> int:
         """Free what :meth:`reap` waits for, because no worker is alive to touch it; return how many frames."""
-        count = len(self._orphans)
-        for frame in self._orphans:
-            self._give_back(frame)
-        self._orphans.clear()
-        return count
+        gone = list(self._orphans)
+        for frame in gone:
+            self._free_orphan(frame)
+        return len(gone)
 
     def take_evicted(self) -> list[bytes]:
         """Return the keys evicted since the last call, oldest first, the latest 65,536 at most."""

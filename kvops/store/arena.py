@@ -36,7 +36,7 @@ def private_arena_path(engine_id: str) -> Path:
 def sweep_private_arenas() -> list[Path]:
     """Remove private arenas of this user that no process has open (their engine was killed); return them."""
     removed = []
-    pattern = f"{_PRIVATE_PREFIX}{os.geteuid()}-*{_PRIVATE_SUFFIX}"
+    pattern = f"{_PRIVATE_PREFIX}{os.geteuid()}-{'[0-9a-f]' * 16}{_PRIVATE_SUFFIX}"
     for path in memory.private_directory().glob(pattern):
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -79,6 +79,7 @@ class Arena:
             fmt.SUPERBLOCK.unpack_from(mapping.buffer, 0)
         )
         self._attach_slot: int | None = None
+        self._is_owner = False
         self.is_closed = False
 
     @classmethod
@@ -119,8 +120,8 @@ class Arena:
             else:
                 mapping = cls._create(fd, "memory (memfd)", arena_bytes, populate)
         except BaseException:
-            # an empty file left by a failed creation holds nothing of anybody's
-            if file is not None and os.fstat(fd).st_size == 0:
+            # what a failed creation leaves holds nothing of anybody's, but it may hold memory
+            if file is not None and os.pread(fd, len(fmt.MAGIC), 0) in (b"", fmt.MAGIC_UNFINISHED):
                 file.unlink(missing_ok=True)
             os.close(fd)
             raise
@@ -216,9 +217,13 @@ class Arena:
     def attach(self) -> int:
         """Enter this process into the attach table, as one that reads and writes blobs; return its slot.
 
+        A second call returns the slot of the first.
+
         Raises:
             ArenaBusyError: a live engine of another session owns the arena, or the table is full.
         """
+        if self._attach_slot is not None:
+            return self._attach_slot
         self.check_owner()
         with locks.hold(
             self._fd, locks.Lock.CREATE, timeout_s=CREATE_TIMEOUT_S, what=f"arena {self.name}"
@@ -281,24 +286,35 @@ class Arena:
             )
 
     def take_ownership(self) -> int:
-        """Become the one process that writes index and headers; return the new epoch.
+        """Become the one that writes index and headers; return the new epoch.
 
         Raises:
-            ArenaBusyError: another live process is the owner.
+            ArenaBusyError: another live process is the owner, or this one already is.
+            ArenaDamagedError: the epoch that rests in the arena can't be.
         """
+        if self._is_owner:
+            raise ArenaBusyError(f"arena {self.name} already has an open store in this process; close that first")
         if not locks.try_lock(self._fd, locks.Lock.OWNER):
             pid, _, _ = self.owner()
             raise ArenaBusyError(
                 f"arena {self.name} is in use by another engine (pid {pid}); give this one its own arena_path"
             )
-        self.words[fmt.EPOCH_WORD] += 1
+        epoch = self.words[fmt.EPOCH_WORD] + 1
+        if epoch >> fmt.EPOCH_BITS:
+            locks.unlock(self._fd, locks.Lock.OWNER)
+            raise ArenaDamagedError(
+                f"arena {self.name} says that it has had {epoch} owners; delete it to start empty"
+            )
+        self._is_owner = True
+        self.words[fmt.EPOCH_WORD] = epoch
         fmt.OWNER.pack_into(
             self.buffer, fmt.OWNER_OFFSET, os.getpid(), own_start_time(), self.session
         )
-        return self.words[fmt.EPOCH_WORD]
+        return epoch
 
     def release_ownership(self) -> None:
         """Let another process own the arena."""
+        self._is_owner = False
         locks.unlock(self._fd, locks.Lock.OWNER)
 
     @property
@@ -348,8 +364,10 @@ def _attach_offset(slot: int) -> int:
 
 def check_superblock(head: bytes, size: int, arena_bytes: int | None, path: Path) -> None:
     """Refuse an arena that this version, or this configuration, can't use."""
-    _, version, check, stored_bytes, *_ = fmt.SUPERBLOCK.unpack(head)
     wipe = f"delete {path} to start empty"
+    if len(head) < fmt.SUPERBLOCK.size:
+        raise ArenaDamagedError(f"arena {path} is cut off in its superblock; {wipe}")
+    _, version, check, stored_bytes, *_ = fmt.SUPERBLOCK.unpack(head)
     if version != fmt.FORMAT_VERSION:
         raise ArenaMismatchError(
             f"arena {path} has format version {version}, this kvferry reads version {fmt.FORMAT_VERSION}; "

@@ -147,6 +147,12 @@ OWNER_OFFSET = 96
 GENERATION_COUNT_BITS = 36
 """Generations are epoch << 36 | count, so that none is ever used twice, whatever was lost in a crash."""
 
+EPOCH_BITS = 56 - GENERATION_COUNT_BITS
+"""A state word leaves 56 bits for a generation."""
+
+TOKENS_MAX = (1 << 32) - 1
+"""The most that a header's token count holds."""
+
 
 class State(enum.IntEnum):
     """What a frame holds."""
@@ -210,6 +216,26 @@ def check_key(key: bytes) -> None:
         raise ValueError(
             f"key must be 16 to 32 bytes of block hash and {GROUP_BYTES} bytes of group id; got {len(key)} bytes"
         )
+
+
+def check_namespace(namespace: bytes) -> None:
+    """Refuse what is not a namespace.
+
+    Raises:
+        ValueError: *namespace* is not 16 bytes.
+    """
+    if len(namespace) != NAMESPACE_BYTES:
+        raise ValueError(f"namespace must be {NAMESPACE_BYTES} bytes; got {len(namespace)}")
+
+
+def check_tokens(tokens: int) -> None:
+    """Refuse a number of tokens that a header can't hold.
+
+    Raises:
+        ValueError: it is negative or too large.
+    """
+    if not 0 <= tokens <= TOKENS_MAX:
+        raise ValueError(f"tokens must be 0 to {TOKENS_MAX}; got {tokens}")
 
 
 def make_key(block_hash: bytes, group: int) -> bytes:

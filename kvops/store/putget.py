@@ -49,13 +49,15 @@ class PutGet(Ledger):
             tokens: as for :meth:`reserve`.
 
         Raises:
-            ValueError: the store has more than one part, a key is malformed, or a blob is empty.
+            ValueError: the store has more than one part, a key is malformed, a blob is empty, or *tokens* is out of
+                range. Blobs before the one at fault are stored.
         """
         if self.parts != 1 or len(keys) != len(blobs):
             raise ValueError(
                 f"put needs one part and a blob for each key; got {self.parts} parts, {len(keys)} keys, "
                 f"{len(blobs)} blobs"
             )
+        fmt.check_tokens(tokens)
         buffer, words, frames, plans = self._buffer, self._words, self.frames, self._plans
         index, namespace = self._index, self.namespace
         digest = xxhash.xxh3_64_intdigest

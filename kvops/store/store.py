@@ -67,8 +67,7 @@ class Store(PutGet):
             ArenaBusyError: another live process owns it.
             ValueError: an argument is not one of the above.
         """
-        if len(namespace) != fmt.NAMESPACE_BYTES:
-            raise ValueError(f"namespace must be {fmt.NAMESPACE_BYTES} bytes; got {len(namespace)}")
+        fmt.check_namespace(namespace)
         if not 0 < parts <= fmt.MAX_PARTS:
             raise ValueError(f"parts must be 1 to {fmt.MAX_PARTS}; got {parts}")
         if eviction not in POLICIES:
@@ -126,17 +125,18 @@ class Store(PutGet):
         Args:
             keys: chunk keys (block hash of 16 to 32 bytes, then 4 bytes of group id).
             blob_bytes: bytes of a chunk, all parts together; part r is bytes [r, r + 1) * blob_bytes / parts.
-            tokens: tokens of a chunk, for the header.
+            tokens: tokens of a chunk, for the header; below 2**32.
 
         Returns:
             For each key a frame that is WRITING and the caller's until :meth:`commit` or :meth:`abort`, or why not.
 
         Raises:
-            ValueError: a key or *blob_bytes* is not as above; nothing was reserved.
+            ValueError: a key, *blob_bytes* or *tokens* is not as above; nothing was reserved.
         """
         plan = self._plan(blob_bytes)
         for key in keys:
             fmt.check_key(key)
+        fmt.check_tokens(tokens)
         if plan is None:
             self.counts["no_room"] += len(keys)
             return [Reserve.NO_ROOM] * len(keys)
@@ -250,6 +250,7 @@ class Store(PutGet):
 
         Frames at rest are freed at once; those in the hands of workers by :meth:`reap`, when the workers are done.
         """
+        fmt.check_namespace(namespace)
         old = self._by_namespace.pop(self.namespace)
         self.counts["resets"] += 1
         for frame in list(old.values()):

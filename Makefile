@@ -36,12 +36,27 @@ venv: ## the development environment, with the checkers
 	$(call environment,dev)
 	@echo "ready: . $(VENV)/bin/activate"
 
-lint: ## ruff, mypy, pyright, codespell
+lint: ruff format mypy pyright codespell ## every checker: ruff, mypy, pyright, codespell
+
+.PHONY: checkers ruff format mypy pyright codespell
+ruff format mypy pyright codespell: checkers
+
+checkers:
 	$(call environment,dev)
+
+ruff:
 	$(RUN) -m ruff check .
+
+format:
 	$(RUN) -m ruff format --check .
+
+mypy:
 	$(RUN) -m mypy
+
+pyright:
 	$(RUN) -m pyright --pythonpath $(RUN)
+
+codespell:
 	$(RUN) -m codespell_lib
 
 bench: ## environment, then every script of perf/

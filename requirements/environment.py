@@ -162,7 +162,9 @@ class Environment:
             )
         for name in holds:
             path = os.path.join(self.folder, name)
-            remove = shutil.rmtree if os.path.isdir(path) and not os.path.islink(path) else os.remove
+            remove = (
+                shutil.rmtree if os.path.isdir(path) and not os.path.islink(path) else os.remove
+            )
             remove(path)
         self.installed = {}
         shown = os.path.relpath(self.folder)

@@ -252,13 +252,24 @@ class Arena:
             if pid and session == self.session
         ]
 
-    def workers_alive(self, *, other_sessions: bool = False) -> int:
-        """Return how many live processes of this session (or of other ones) are attached."""
+    def workers_alive(self) -> int:
+        """Return how many live processes of this session are attached."""
         return sum(
-            (session != self.session) is other_sessions and is_alive(pid, start)
+            session == self.session and is_alive(pid, start)
             for pid, start, session, *_ in self.attached()
             if pid
         )
+
+    def strangers(self) -> list[tuple[int, int]]:
+        """Return (pid, start time) of live processes that may write for an earlier owner.
+
+        Those of other sessions, and those of this one, whose name may be an old one's, that have a part in hand.
+        """
+        return [
+            (pid, start)
+            for pid, start, session, begun, done, *_ in self.attached()
+            if pid and (session != self.session or begun != done) and is_alive(pid, start)
+        ]
 
     def writes_in_flight(self) -> int:
         """Return the parts that live processes are writing at this moment."""
@@ -293,7 +304,9 @@ class Arena:
             ArenaDamagedError: the epoch that rests in the arena can't be.
         """
         if self._is_owner:
-            raise ArenaBusyError(f"arena {self.name} already has an open store in this process; close that first")
+            raise ArenaBusyError(
+                f"arena {self.name} already has an open store in this process; close that first"
+            )
         if not locks.try_lock(self._fd, locks.Lock.OWNER):
             pid, _, _ = self.owner()
             raise ArenaBusyError(

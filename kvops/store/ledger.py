@@ -43,6 +43,7 @@ class Ledger:
         self._evicted: deque[bytes] = deque(maxlen=EVICTED_KEPT)
         self._orphans: dict[Frame, None] = {}
         self._quarantine: list[Slot] = []
+        self._strangers: list[tuple[int, int]] = []
         self._leased: set[Frame] = set()
         self._bad_words: list[int] = []
         self._bad_seen = 0
@@ -199,8 +200,8 @@ class Ledger:
 
     def _recover(self) -> None:
         """Take in the frames that rest in the arena; what was being written is free, once nobody can write it."""
-        strangers = self.arena.workers_alive(other_sessions=True)
         resting: list[tuple[Found, Slot]] = []
+        unsettled: list[Slot] = []
         for span in self._space.spans.all():
             if span.size is None:
                 self._space.spans.free(span)
@@ -213,28 +214,48 @@ class Ledger:
                     size_class.free.append(slot)
                 elif found.state == fmt.State.READY:
                     resting.append((found, slot))
-                elif found.state == fmt.State.WRITING and strangers:
-                    self._quarantine.append(slot)
-                    self._space.quarantined.add(span)
                 else:
-                    self.counts["discarded"] += 1
-                    self._words[slot.word] = fmt.State.FREE
-                    size_class.free.append(slot)
+                    # whoever may still write it does not begin any more; who has begun is among the strangers
+                    self._words[slot.word] = found.generation << 8 | fmt.State.BAD
+                    unsettled.append(slot)
+        self.counts["discarded"] += len(unsettled)
+        self._strangers = self.arena.strangers()
+        self._quarantine = unsettled
+        self._space.quarantined.update(slot.span for slot in unsettled)
+        self._lift_quarantine()
         for found, slot in sorted(resting, key=lambda r: (r[0].time, r[0].generation)):
             self._restore(found, slot)
+
+    def _lift_quarantine(self) -> None:
+        """Free what an earlier owner's workers might have written, if there is none of them any more."""
+        if self._strangers:
+            there = self.arena.strangers()
+            self._strangers = [stranger for stranger in self._strangers if stranger in there]
+        if not self._strangers:
+            for slot in self._quarantine:
+                self._words[slot.word] = fmt.State.FREE
+                slot.size_class.free.append(slot)
+            self._quarantine.clear()
+            self._space.quarantined.clear()
 
     def _restore(self, found: Found, slot: Slot) -> None:
         frames = self._by_namespace.setdefault(found.namespace, {})
         if self._index.room <= 0:
             # what is not restored yet looks like free room to an eviction
             self._grow_index(evict=False)
-        if found.key in frames or self._index.is_full:
+        usable = found.namespace != self.namespace or found.parts == self.parts
+        if found.key in frames or self._index.is_full or not usable:
             self.counts["discarded"] += 1
             self._words[slot.word] = fmt.State.FREE
             slot.size_class.free.append(slot)
             return
+        # reads that this owner did not grant do not count, and those under way end in an earlier life
+        for part in range(found.parts):
+            word = (found.header + fmt.HEADER_FIXED_BYTES + part * fmt.PART_BYTES) // 8
+            self._words[word] &= 0xFFFF_FFFF
+        self._generation += 1
         tag = fmt.key_tag(found.namespace, found.key)
-        ready = found.generation << 8 | fmt.State.READY
+        ready = self._generation << 8 | fmt.State.READY
         frame = Frame(found.key, found.namespace, slot, found.blob_bytes, ready, tag, 0, False)
         frames[found.key] = frame
         self._publish(frame)

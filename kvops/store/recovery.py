@@ -14,8 +14,9 @@ class Found:
 
     Attributes:
         header, offset: where header and frame are.
-        state: READY only if the header's check holds and every part is ready; WRITING; BAD for anything else in use.
-        generation, key, namespace, blob_bytes, time: from the header.
+        state: READY only if the header's check holds and every part is ready and where it should be; WRITING; BAD for
+            anything else in use.
+        generation, key, namespace, blob_bytes, time, parts: from the header.
     """
 
     header: int
@@ -26,6 +27,7 @@ class Found:
     namespace: bytes
     blob_bytes: int
     time: int
+    parts: int
 
 
 def scan(arena: Arena, span: Span) -> Iterator[Found]:
@@ -57,9 +59,16 @@ def _read(buffer: memoryview, header: int, offset: int, frame_bytes: int, word: 
     state = fmt.State.BAD
     if word & 0xFF == fmt.State.WRITING:
         state = fmt.State.WRITING
-    elif sane and word & 0xFF == fmt.State.READY and parts_ready(buffer, header, parts):
+    elif (
+        sane
+        and word & 0xFF == fmt.State.READY
+        and parts_ready(buffer, header, parts)
+        and _parts_in_place(buffer, header, parts, blob_bytes)
+    ):
         state = fmt.State.READY
-    return Found(header, offset, state, word >> 8, key[:key_bytes], namespace, blob_bytes, when)
+    return Found(
+        header, offset, state, word >> 8, key[:key_bytes], namespace, blob_bytes, when, parts
+    )
 
 
 def parts_ready(buffer: memoryview, header: int, part_count: int) -> bool:
@@ -67,3 +76,16 @@ def parts_ready(buffer: memoryview, header: int, part_count: int) -> bool:
     first = header + fmt.HEADER_FIXED_BYTES + 2
     last = first + part_count * fmt.PART_BYTES
     return all(buffer[at] == fmt.PartState.READY for at in range(first, last, fmt.PART_BYTES))
+
+
+def _parts_in_place(buffer: memoryview, header: int, part_count: int, blob_bytes: int) -> bool:
+    """Return whether the part table says what it said when the frame was reserved: the check does not cover it."""
+    size, rest = divmod(blob_bytes, part_count)
+    places = (
+        fmt.PART.unpack_from(buffer, header + fmt.HEADER_FIXED_BYTES + n * fmt.PART_BYTES)
+        for n in range(part_count)
+    )
+    return not rest and all(
+        (rank, offset, num_bytes) == (n, n * size, size)
+        for n, (rank, _, _, _, offset, num_bytes, _) in enumerate(places)
+    )

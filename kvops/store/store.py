@@ -209,7 +209,9 @@ class Store(PutGet):
         for frame in frames:
             # READY and BAD differ in the lowest bit
             if self._words[frame.word] | 1 != frame.ready | 1:
-                raise ValueError(f"frames must be ready; got {frame!r}, which is not there any more")
+                raise ValueError(
+                    f"frames must be ready; got {frame!r}, which is not there any more"
+                )
         for frame in frames:
             frame.leases += 1
             frame.reads += 1
@@ -269,12 +271,8 @@ class Store(PutGet):
             gone = [f for f in self._orphans if self._is_done(f)]
             for frame in gone:
                 self._free_orphan(frame)
-        if self._quarantine and not self.arena.workers_alive(other_sessions=True):
-            for slot in self._quarantine:
-                self._words[slot.word] = fmt.State.FREE
-                slot.size_class.free.append(slot)
-            self._quarantine.clear()
-            self._space.quarantined.clear()
+        if self._quarantine:
+            self._lift_quarantine()
         return len(self._orphans)
 
     def abandon(self) -> int:

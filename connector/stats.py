@@ -55,8 +55,11 @@ class Tally:
     def follow(self, metric: Metric, total: float, *labels: str) -> None:
         """Bring a counter up to *total*, which somebody else counts from zero."""
         series = (metric.name, labels)
-        self.count(metric, total - self._totals.get(series, 0), *labels)
-        self._totals[series] = total
+        before = self._totals.get(series, 0)
+        # two numbers that are read one after the other may disagree for a moment; a counter never goes back
+        if total > before:
+            self.count(metric, total - before, *labels)
+            self._totals[series] = total
 
     def report(self, gauges: Iterable[tuple[Metric, Labels, float]] = ()) -> Any:
         """Return what changed since the last report as vLLM's statistics, or None if nothing did."""

@@ -8,7 +8,7 @@ scheduler's half looks before it publishes; what could not be loaded is kept her
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvferry.kvops.store.frames import Frames
 from kvferry.kvops.transfer.queue import Copy, TransferQueue
 
 from .geometry import Geometry
-from .messages import GONE, FrameLoadStoreSpec
+from .messages import FrameLoadStoreSpec
 from .stats import Tally
 
 logger = logging.getLogger("vllm.kvferry")
@@ -34,10 +34,10 @@ BlockIds = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class _Load:
-    """A load in flight: which blocks belong to each copy, and which are known to have failed."""
+    """A load in flight: the blocks of each copy, and those for which there was no frame."""
 
-    blocks: list[BlockIds]
-    failed_blocks: list[int] = field(default_factory=list)
+    blocks: list[BlockIds] = field(default_factory=list)
+    lost_blocks: list[int] = field(default_factory=list)
 
 
 class KVFerryWorker(OffloadingWorker):
@@ -82,10 +82,7 @@ class KVFerryWorker(OffloadingWorker):
             refs = dst_spec.refs[row_at : row_at + num_frames]
             block_at, row_at = block_at + num_blocks, row_at + num_frames
             copies += self._store_copies(group, ids, refs.tolist(), first_block)
-        if copies:
-            self._queue.submit_store(job_id, copies)
-        else:
-            self._ended.append(TransferResult(job_id, True, 0, 0.0))
+        self._queue.submit_store(job_id, copies)
         return True
 
     def _store_copies(
@@ -107,14 +104,14 @@ class KVFerryWorker(OffloadingWorker):
             rows, ids = rows[certain:], ids[size - lead :]
         for at, (header, _, generation) in enumerate(rows):
             blocks = ids[at * size : (at + 1) * size]
-            yield Copy(group=group, first=0, block_ids=blocks, header=header, generation=generation)
+            yield Copy(group, 0, blocks, header, generation)
 
     def submit_load(
         self, job_id: int, src_spec: FrameLoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         """Queue the chunks of a load. Never waits, never fails; loads go before stores in any case."""
         copies: list[Copy] = []
-        load = _Load([])
+        load = _Load()
         block_at = row_at = 0
         size = self._geometry.blocks_per_chunk
         groups = zip(dst_spec.group_sizes, dst_spec.block_indices, src_spec.group_frames, strict=True)
@@ -124,24 +121,16 @@ class KVFerryWorker(OffloadingWorker):
             block_at, row_at = block_at + num_blocks, row_at + num_frames
             first, start = first_block % size, 0
             for header, _, generation in rows:
+                # a frame that is gone has a negative header, and the queue fails its copy
                 blocks = ids[start : start + size - first]
-                if header == GONE[0]:
-                    load.failed_blocks += blocks.tolist()
-                    self.tally.count(Metrics.LOAD_FAILURES, 1, "gone")
-                else:
-                    copies.append(
-                        Copy(group=group, first=first, block_ids=blocks, header=header, generation=generation)
-                    )
-                    load.blocks.append(blocks)
+                copies.append(Copy(group, first, blocks, header, generation))
+                load.blocks.append(blocks)
                 start, first = start + size - first, 0
             if start < num_blocks:
                 # blocks without a frame: nothing will be written there
-                load.failed_blocks += ids[start:].tolist()
+                load.lost_blocks += ids[start:].tolist()
         self._loads[job_id] = load
-        if copies:
-            self._queue.submit_load(job_id, copies)
-        else:
-            self._end_load(job_id, (), 0, 0.0)
+        self._queue.submit_load(job_id, copies)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -177,31 +166,36 @@ class KVFerryWorker(OffloadingWorker):
 
     def report(self) -> Any:
         """Return what was counted since the last call as vLLM's statistics, or None."""
-        self.tally.follow(Metrics.VERIFIED_BLOBS, self._frames.verified_blobs)
+        tally, frames, moved = self.tally, self._frames, self._queue.counters
+        tally.follow(Metrics.VERIFIED_BLOBS, frames.verified_blobs)
+        tally.follow(Metrics.STORED_BYTES, moved.stored_bytes)
+        tally.follow(Metrics.LOADED_BYTES, moved.loaded_bytes)
+        tally.follow(Metrics.LOADED_CHUNKS, moved.loaded_chunks)
+        mismatches = frames.checksum_mismatches
+        errors = min(moved.errors, moved.failed_loads - mismatches)
+        tally.follow(Metrics.LOAD_FAILURES, mismatches, "checksum")
+        tally.follow(Metrics.LOAD_FAILURES, errors, "error")
+        tally.follow(Metrics.LOAD_FAILURES, moved.failed_loads - mismatches - errors, "gone")
         return self.tally.report()
 
     def _poll(self) -> None:
         for ended in self._queue.poll():
             direction = "load" if ended.is_load else "store"
-            self.tally.observe(Metrics.TRANSFER_SECONDS, ended.seconds, direction)
+            self.tally.observe(Metrics.QUEUE_WAIT_SECONDS, ended.queue_seconds, direction)
+            self.tally.observe(
+                Metrics.TRANSFER_SECONDS, ended.seconds - ended.queue_seconds, direction
+            )
             if ended.is_load:
-                self._end_load(ended.job_id, ended.failed, ended.bytes, ended.seconds)
-            else:
-                self.tally.count(Metrics.STORED_BYTES, ended.bytes)
-                self._ended.append(TransferResult(ended.job_id, True, ended.bytes, ended.seconds))
+                self._note_failures(ended.job_id, ended.failed)
+            self._ended.append(TransferResult(ended.job_id, True, ended.bytes, ended.seconds))
 
-    def _end_load(self, job_id: int, failed: Iterable[int], num_bytes: int, seconds: float) -> None:
+    def _note_failures(self, job_id: int, failed: Sequence[int]) -> None:
         load = self._loads.pop(job_id)
-        failed = list(failed)
-        for at in failed:
-            load.failed_blocks += load.blocks[at].tolist()
-        self.tally.count(Metrics.LOADED_BYTES, num_bytes)
-        self.tally.count(Metrics.LOADED_CHUNKS, len(load.blocks) - len(failed))
-        if load.failed_blocks:
-            self._failed_blocks.update(load.failed_blocks)
+        blocks = load.lost_blocks + [block for at in failed for block in load.blocks[at].tolist()]
+        if blocks:
+            self._failed_blocks.update(blocks)
             self._failed_jobs.add(job_id)
             logger.warning(
-                "load %d: %d blocks could not be loaded and will be computed again",
-                job_id, len(load.failed_blocks),
+                "load %d: %d of %d chunks could not be loaded; the engine is told that %d blocks are missing",
+                job_id, len(failed), len(load.blocks), len(blocks),
             )  # fmt: skip
-        self._ended.append(TransferResult(job_id, True, num_bytes, seconds))

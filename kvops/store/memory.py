@@ -110,8 +110,21 @@ def _room_left() -> list[tuple[str, int]]:
             continue
         # version 1 writes "no limit" as a number near 2^63
         if limit != "max" and int(limit) < 1 << 60:
-            room.append((f"cgroup memory limit ({limit_file})", int(limit) - int(used)))
+            left = int(limit) - int(used) + _page_cache(used_file.with_name("memory.stat"))
+            room.append((f"cgroup memory limit ({limit_file})", left))
     return room
+
+
+def _page_cache(stat_file: Path) -> int:
+    """Return the bytes of files (not tmpfs) that a cgroup holds and gives up when it needs memory."""
+    try:
+        fields = dict(line.split(" ", 1) for line in stat_file.read_text().splitlines())
+    except (OSError, ValueError) as error:
+        logger.debug("no cgroup statistics in %s: %s", stat_file, error)
+        return 0
+    # version 1 counts children only in the total_ fields
+    names = ("active_file", "inactive_file")
+    return sum(int(fields.get(f"total_{name}", fields.get(name, "0"))) for name in names)
 
 
 def _cgroup_files() -> list[tuple[Path, Path]]:

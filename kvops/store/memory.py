@@ -88,7 +88,7 @@ def check_room(num_bytes: int, where: str) -> None:
         if num_bytes > left:
             raise ArenaSpaceError(
                 f"arena_bytes must fit into the {limit}, which has {left >> 20} MiB left; got "
-                f"{num_bytes >> 20} MiB for {where}"
+                f"{-(-num_bytes >> 20)} MiB for {where}"
             )
 
 

@@ -100,7 +100,8 @@ class HostMover:
             part = _memory(place, len(ids) * block_bytes)
             for plane in self._planes:
                 _move_plane(plane, ids, part, block_bytes, is_load)
-            self._move_loose(ids, place, is_load)
+            if self._loose:
+                self._move_loose(ids, place, is_load)
         elif is_load:
             self._move_loose(ids, place, is_load)
         else:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection
 
 from .jobs import Counters, Finished, Job, Transfer
-from .states import AWAITED, UNREAD, Event, State, advance
+from .states import Event, State, advance, is_awaited, is_unread
 
 
 class Ledger:
@@ -25,8 +25,8 @@ class Ledger:
 
     def __init__(self, max_store_bytes: int) -> None:
         self.counters = Counters()
-        self.changed = threading.Condition(threading.Lock())
-        self._lock = self.changed
+        self._lock = threading.Lock()
+        self.changed = threading.Condition(self._lock)
         self._max_store_bytes = max_store_bytes
         self._store_bytes = 0
         self._load_bytes = 0
@@ -185,7 +185,7 @@ class Ledger:
         """Cancel what has not begun. A claimed one is settled by its lane, the rest by the caller."""
         unclaimed = []
         for transfer in transfers:
-            if transfer.state not in UNREAD:
+            if not is_unread(transfer.state):
                 continue
             if transfer.state is State.QUEUED:
                 unclaimed.append(transfer)
@@ -200,7 +200,7 @@ class Ledger:
     def _advance(self, transfer: Transfer, event: Event) -> None:
         before = transfer.state
         transfer.state = after = advance(before, event)
-        if before in AWAITED and after not in AWAITED:
+        if is_awaited(before) and not is_awaited(after):
             transfer.job.num_awaited -= 1
             if not transfer.job.num_awaited:
                 self.changed.notify_all()

@@ -75,8 +75,10 @@ UNREAD = frozenset({State.QUEUED, State.CLAIMED})
 AWAITED = UNREAD | {State.MOVING}
 """Whoever wants the pages back waits for these: they are, or may still be, read or written."""
 
-# the table by number, since it is asked seven times for each chunk
+# the same by number: these are asked seven times for each chunk, and an enum is slow to hash
 _NEXT = [[TRANSITIONS.get((state, event)) for event in Event] for state in State]
+_IS_AWAITED = [state in AWAITED for state in State]
+_IS_UNREAD = [state in UNREAD for state in State]
 
 
 class IllegalTransition(TransferError):
@@ -96,3 +98,13 @@ def advance(state: State, event: Event) -> State:
             f"a transfer that is {state.name.lower()} cannot {event.name.lower()}; it can {allowed}"
         )
     return after
+
+
+def is_awaited(state: State) -> bool:
+    """Say whether *state* is in AWAITED."""
+    return _IS_AWAITED[state]
+
+
+def is_unread(state: State) -> bool:
+    """Say whether *state* is in UNREAD."""
+    return _IS_UNREAD[state]

@@ -9,6 +9,8 @@ from kvferry.kvops.transfer.states import (
     IllegalTransition,
     State,
     advance,
+    is_awaited,
+    is_unread,
 )
 
 
@@ -60,3 +62,9 @@ def test_pages_are_let_go_of_for_good():
 def test_an_abandoned_transfer_cannot_succeed():
     after = {TRANSITIONS[k] for k in TRANSITIONS if k[0] is State.ABANDONED}
     assert after == {State.FAILED}
+
+
+@pytest.mark.parametrize("state", State)
+def test_the_quick_answers_are_those_of_the_sets(state):
+    assert is_awaited(state) == (state in AWAITED)
+    assert is_unread(state) == (state in UNREAD)

@@ -11,13 +11,15 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from kvferry.kvops.metrics import PREFIX
 
 _OWN_LABELS = ("model_name", "engine")
 
-# Requests of one token that make an idle engine step; longer than that settles by itself.
-_NUDGES_QUIET = 3
+# how often an engine that can't be asked is made to step
+_NUDGES = 3
 
 
 class Server:
@@ -65,7 +67,7 @@ class Server:
         core = getattr(engine.engine_core, "engine_core", None)
         scheduler = getattr(core, "scheduler", None)
         if scheduler is None:
-            for _ in range(_NUDGES_QUIET):
+            for _ in range(_NUDGES):
                 self._generate([[3]], 1, None)
             return {}
         while scheduler.has_requests():
@@ -85,7 +87,7 @@ class Server:
 
     def metrics(self) -> dict[str, Any]:
         """Return counters, gauges and histograms' counts and sums, by name."""
-        return {"values": _flat(self._llm.get_metrics())}
+        return {"values": {**_flat(self._llm.get_metrics()), **_own_metrics()}}
 
     def stop(self) -> dict[str, Any]:
         """Shut the engine down."""
@@ -122,26 +124,37 @@ def _answer(output: Any) -> dict[str, Any]:
 
 
 def _flat(metrics: Iterable[Any]) -> dict[str, float]:
+    """Return the engine's own snapshot of its metrics by name."""
     values: dict[str, float] = {}
     for metric in metrics:
         if hasattr(metric, "value"):
-            readings = {"": float(metric.value)}
+            _add(values, metric.name, metric.labels, metric.value)
         elif hasattr(metric, "sum"):
-            readings = {"_count": float(metric.count), "_sum": float(metric.sum)}
-        else:
-            continue
-        labels = ",".join(
-            f'{name}="{value}"'
-            for name, value in sorted(metric.labels.items())
-            if name not in _OWN_LABELS
-        )
-        for suffix, value in readings.items():
-            name = metric.name + suffix
-            values[name] = values.get(name, 0.0) + value
-            if labels:
-                key = f"{name}{{{labels}}}"
-                values[key] = values.get(key, 0.0) + value
+            _add(values, f"{metric.name}_count", metric.labels, metric.count)
+            _add(values, f"{metric.name}_sum", metric.labels, metric.sum)
     return values
+
+
+def _own_metrics() -> dict[str, float]:
+    """Return kvferry's metrics: the engine serves them, but leaves them out of its snapshot."""
+    from prometheus_client import REGISTRY
+
+    values: dict[str, float] = {}
+    for family in REGISTRY.collect():
+        if family.name.startswith(PREFIX):
+            for sample in family.samples:
+                if not sample.name.endswith(("_bucket", "_created")):
+                    _add(values, sample.name, sample.labels, sample.value)
+    return values
+
+
+def _add(values: dict[str, float], name: str, labels: Mapping[str, str], value: float) -> None:
+    """Add one reading under its bare name and, if it has labels of its own, under those too."""
+    text = ",".join(
+        f'{label}="{labels[label]}"' for label in sorted(labels) if label not in _OWN_LABELS
+    )
+    for key in (name, f"{name}{{{text}}}") if text else (name,):
+        values[key] = values.get(key, 0.0) + float(value)
 
 
 def main() -> None:

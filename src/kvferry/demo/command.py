@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="use this arena file and leave it (default: a new one in shared memory, removed)",
     )
-    parser.add_argument("--keep", action="store_true", help="leave arena and engine logs, say where")
+    parser.add_argument(
+        "--keep", action="store_true", help="leave arena and engine logs, say where"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--seed", type=int, help="of the prompts (default: another one each time, reported)"
@@ -80,9 +82,7 @@ def run(args: argparse.Namespace, start: Callable[[Path, EngineSpec], Engine] | 
         for name in names:
             plan = PLANS[name]
             starter = functools.partial(start, folders.logs / f"{name}.log")
-            results.append(
-                _one_model(plan, folders.arena, starter, _Speaker(name, begin), seed)
-            )
+            results.append(_one_model(plan, folders.arena, starter, _Speaker(name, begin), seed))
         failed = any(result.failures for result in results)
         # a failure is explained by what the engine printed
         folders.keep = args.keep or failed

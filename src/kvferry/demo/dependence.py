@@ -23,9 +23,7 @@ MIN_DISTINCT = 4
 class Generates(Protocol):
     """What the checks need of an engine."""
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int
-    ) -> list[Answer]:
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Answer]:
         """Answer prompts greedily."""
 
     def settle(self) -> None:

@@ -37,8 +37,8 @@ class Frames:
         self._attach = arena.attach_word
         self._verify = Verify(verify)
         self._reads = 0
-        # headers of parts whose writing began and has not ended
-        self._begun: set[int] = set()
+        # header and generation of parts whose writing began and has not ended
+        self._begun: set[tuple[int, int]] = set()
         # guards the attach slot, the first word of this rank's parts, and the counts above
         self._lock = threading.Lock()
 
@@ -55,7 +55,7 @@ class Frames:
                 self._words[self._attach + _WRITES_DONE] += 1
                 self.stale_frames += 1
                 return None
-            self._begun.add(header)
+            self._begun.add((header, generation))
         return self._place(header)
 
     def finish_write(self, header: int, generation: int) -> bool:
@@ -121,8 +121,8 @@ class Frames:
         self, header: int, generation: int, state: fmt.PartState, algorithm: Algorithm, value: int
     ) -> bool:
         with self._lock:
-            if header in self._begun:
-                self._begun.remove(header)
+            if (header, generation) in self._begun:
+                self._begun.remove((header, generation))
                 self._words[self._attach + _WRITES_DONE] += 1
             if self._words[header // 8] != generation << 8 | fmt.State.WRITING:
                 return False

@@ -10,6 +10,7 @@ and free, ready and reclaimed frames must add up.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -138,10 +139,8 @@ def wait_for(process: Any, out: Path, timeout_s: float, folder: Path) -> dict[st
 
 def end_group(process: Any) -> None:
     """Kill what is left of the engine and wait until it is gone."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

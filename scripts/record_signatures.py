@@ -27,13 +27,19 @@ def main(arguments: list[str]) -> int:
             print(f"no vLLM package in {folder!r}", file=sys.stderr)
             return 2
         table[version] = found
-    ordered = dict(sorted(table.items(), key=lambda item: [int(part) for part in item[0].split(".")]))
+    ordered = dict(
+        sorted(table.items(), key=lambda item: [int(part) for part in item[0].split(".")])
+    )
     lines = []
     for version, found in ordered.items():
-        rows = ",\n".join(f"  {json.dumps(label)}: {json.dumps(found[label])}" for label in sorted(found))
+        rows = ",\n".join(
+            f"  {json.dumps(label)}: {json.dumps(found[label])}" for label in sorted(found)
+        )
         lines.append(f" {json.dumps(version)}: {{\n{rows}\n }}")
     TARGET.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    print(f"{TARGET}: {', '.join(f'{version} ({len(found)})' for version, found in ordered.items())}")
+    print(
+        f"{TARGET}: {', '.join(f'{version} ({len(found)})' for version, found in ordered.items())}"
+    )
     return 0
 
 

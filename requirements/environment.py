@@ -186,10 +186,22 @@ class Environment:
         if self.installed.pop(name, None):
             self.mark("folder", self.folder)
         pip = [self.python, "-m", "pip", "install", "--disable-pip-version-check"]
-        # byte code is made when a module is first imported: half of it never is
+        # byte code is made at the end on all cores; pip uses one
         pip.append("--no-compile")
+        self.mark("byte code", "")
         run(step, pip + ([] if sys.stdout.isatty() else ["--quiet"]) + arguments)
         self.mark(name, digest)
+
+    def compile(self):
+        """Make byte code, so that no start of an engine has to, and where none may be written then."""
+        if self.installed.get("byte code") == "made":
+            return
+        code = (
+            "import compileall, sysconfig\n"
+            "compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+        )
+        run("byte code", [self.python, "-c", code])
+        self.mark("byte code", "made")
 
 
 def digest_of(*names):
@@ -241,6 +253,7 @@ def complete(environment, engine, layers):
     state = digest_of("pyproject.toml", "src/kvferry/__init__.py") + ROOT
     # without dependencies: pyproject.toml names triton, which an environment for CPUs leaves out
     environment.install("kvferry", state, "kvferry itself, editable", parts)
+    environment.compile()
 
 
 def decide_engine(asked, task):

@@ -8,6 +8,7 @@ with all its processes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -117,7 +118,7 @@ class Engine:
     Threads: one caller at a time.
     """
 
-    def __init__(self, spec: EngineSpec, log: Path, *, start_timeout_s: float = 120.0) -> None:
+    def __init__(self, spec: EngineSpec, log: Path, *, start_timeout_s: float = 300.0) -> None:
         self._log_path = log
         read_end, write_end = os.pipe()
         environment = {**os.environ, **_ENVIRONMENT, **(spec.environment or {})}
@@ -170,7 +171,7 @@ class Engine:
         max_tokens: int,
         together: bool = False,
         cache_salt: str | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float = 300.0,
     ) -> list[Answer]:
         """Answer *prompts* greedily, one after the other.
 
@@ -289,7 +290,6 @@ class Engine:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         if self._process.stdin is not None and not self._process.stdin.closed:
-            try:
+            # closing flushes, and nobody may be there to read
+            with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
-            except BrokenPipeError:
-                pass

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from .blobs import ready_blobs
 from .checkpoints import Checkpoint
@@ -174,7 +174,7 @@ def measure(
         engine.generate([warm], max_tokens=2)
         engine.settle()
         before = set(ready_blobs(arena))
-        progress(f"cold: {plan.prompts} prompts of {checkpoint.prompt_tokens} tokens")
+        progress(f"cold: {plan.prompts} x {checkpoint.prompt_tokens} prompt tokens")
         result.phases["cold"] = ask()
         engine.settle()
         blobs = set(ready_blobs(arena)) - before

@@ -197,8 +197,10 @@ class Environment:
         if self.installed.get("byte code") == "made":
             return
         code = (
-            "import compileall, sysconfig\n"
-            "compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+            "import compileall, re, sysconfig\n"
+            "rarely = re.compile(r'/tests?/|/transformers/models/')\n"
+            "packages = sysconfig.get_path('purelib')\n"
+            "compileall.compile_dir(packages, rx=rarely, quiet=2, workers=0)"
         )
         run("byte code", [self.python, "-c", code])
         self.mark("byte code", "made")

@@ -64,7 +64,9 @@ def require_supported_engine(version: str | None = None, package: Path | None = 
             raise UnsupportedEngineError("vLLM is not installed; kvferry.vllm needs it")
         package = Path(places[0])
     newest = ".".join(map(str, NEWEST))
-    wrong = signatures.differences(signatures.recorded()[newest], signatures.read_signatures(package))
+    wrong = signatures.differences(
+        signatures.recorded()[newest], signatures.read_signatures(package)
+    )
     if wrong:
         raise UnsupportedEngineError(
             f"vLLM must be {supported_range()} for kvferry; got {version}, whose offloading interface differs: "

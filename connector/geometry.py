@@ -40,7 +40,9 @@ class Geometry:
         return tuple(-(-payload // PART_ALIGNMENT) * PART_ALIGNMENT for payload in payloads)
 
 
-def read_geometry(vllm_config: Any, kv_cache_config: Any, blocks_per_chunk: int, tokens_per_block: Any) -> Geometry:
+def read_geometry(
+    vllm_config: Any, kv_cache_config: Any, blocks_per_chunk: int, tokens_per_block: Any
+) -> Geometry:
     """Collect the geometry from the engine's KV cache table.
 
     Args:

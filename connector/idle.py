@@ -25,7 +25,9 @@ class IdleConnector(KVConnectorBase_V1, SupportsHMA):
         """Nobody waits for what is stored."""
         return False
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
         """Find nothing."""
         return 0, False
 
@@ -46,7 +48,9 @@ class IdleConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Do nothing."""
 
     def wait_for_save(self) -> None:

@@ -179,7 +179,9 @@ class KVFerryManager(OffloadingManager):
                 chosen.append(key)
         self._remember(state, chosen)
         return PrepareStoreOutput(
-            keys_to_store=chosen, store_spec=FrameLoadStoreSpec.from_rows(rows, counts), evicted_keys=[]
+            keys_to_store=chosen,
+            store_spec=FrameLoadStoreSpec.from_rows(rows, counts),
+            evicted_keys=[],
         )
 
     def _fit(self, keys: list[bytes], state: RequestState, req_context: Any) -> list[bytes]:
@@ -223,7 +225,9 @@ class KVFerryManager(OffloadingManager):
         state.stores.update(frames)
         return frames
 
-    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
+    def complete_store(
+        self, keys: Collection[bytes], req_context: Any, success: bool = True
+    ) -> None:
         """Publish the chunks of one job that every rank has written; give up the others.
 
         *keys* comes as a set: the order is that of reservation. Behind the first chunk that is given up, no further
@@ -275,7 +279,11 @@ class KVFerryManager(OffloadingManager):
         self._store.end_step()
         if self._orphan_bytes:
             waited_for = self._store.reap()
-            if waited_for and self._clock() >= self._reap_until_s and not self._store.arena.workers_alive():
+            if (
+                waited_for
+                and self._clock() >= self._reap_until_s
+                and not self._store.arena.workers_alive()
+            ):
                 self._store.abandon()
                 waited_for = 0
             if not waited_for:
@@ -301,7 +309,11 @@ class KVFerryManager(OffloadingManager):
 
     def get_stats(self) -> Any:
         """Return what was counted since the last call, or None."""
-        for amount, result in ((self._hits, "hit"), (self._misses, "miss"), (self._pending, "pending")):
+        for amount, result in (
+            (self._hits, "hit"),
+            (self._misses, "miss"),
+            (self._pending, "pending"),
+        ):
             self.tally.count(Metrics.LOOKUP_CHUNKS, amount, result)
         self._hits = self._misses = self._pending = 0
         self.tally.follow(Metrics.EVICTED_CHUNKS, self._store.counts["evicted"])

@@ -87,7 +87,9 @@ def read_signatures(package: Path) -> Signatures:
             }
             for name, methods in classes.items():
                 for method in methods if name in nodes else ():
-                    parameters = _fields(nodes[name]) if not method else _parameters(nodes[name], method)
+                    parameters = (
+                        _fields(nodes[name]) if not method else _parameters(nodes[name], method)
+                    )
                     if parameters is not None:
                         found[_label(file, name, method)] = parameters
     return found

@@ -43,7 +43,9 @@ class Handover:
     kv_cache_config: Any
 
 
-_handover: contextvars.ContextVar[Handover | None] = contextvars.ContextVar("kvferry_handover", default=None)
+_handover: contextvars.ContextVar[Handover | None] = contextvars.ContextVar(
+    "kvferry_handover", default=None
+)
 
 
 @contextlib.contextmanager
@@ -68,14 +70,19 @@ class KVFerrySpec(OffloadingSpec):
         handover = _handover.get()
         if handover is None:
             raise UnsupportedEngineError(
-                f"{SPEC_NAME} needs what only its own connector knows: set \"kv_connector\" to \"KVFerryConnector\" with "
-                f"\"kv_connector_module_path\" \"{SPEC_MODULE}\", and leave spec_name out"
+                f'{SPEC_NAME} needs what only its own connector knows: set "kv_connector" to "KVFerryConnector" with '
+                f'"kv_connector_module_path" "{SPEC_MODULE}", and leave spec_name out'
             )
         self._settings = handover.config
         self.geometry = read_geometry(
-            handover.vllm_config, handover.kv_cache_config, self.blocks_per_chunk, self.tokens_per_block
+            handover.vllm_config,
+            handover.kv_cache_config,
+            self.blocks_per_chunk,
+            self.tokens_per_block,
         )
-        self._fields = namespace_fields(handover.vllm_config, handover.kv_cache_config, self.geometry)
+        self._fields = namespace_fields(
+            handover.vllm_config, handover.kv_cache_config, self.geometry
+        )
         self.manager: KVFerryManager | None = None
         self.worker: KVFerryWorker | None = None
 

@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingHistogramMetadata,
 )
 
-from kvferry.kvops.metrics import Metric, Metrics
+from kvferry.kvops.metrics import PREFIX, Metric, Metrics
 
 Labels = tuple[str, ...]
 Series = tuple[str, Labels]
@@ -31,6 +31,18 @@ def _definition(metric: Metric) -> Any:
     if metric.kind == "gauge":
         return OffloadingGaugeMetadata(metric.help, labels)
     return OffloadingHistogramMetadata(metric.help, labels, metric.buckets)
+
+
+def forget_earlier_engines() -> None:
+    """Take our metrics of an earlier engine of this process out of Prometheus's registry.
+
+    vLLM does the same for its own before it declares them again, but knows them by its name.
+    """
+    from prometheus_client import REGISTRY
+
+    for collector in list(REGISTRY._collector_to_names):
+        if str(getattr(collector, "_name", "")).startswith(PREFIX):
+            REGISTRY.unregister(collector)
 
 
 class Tally:

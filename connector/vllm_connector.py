@@ -20,6 +20,7 @@ from .geometry import has_state_groups
 from .idle import IdleConnector
 from .messages import WorkerGeometry
 from .spec import SPEC_MODULE, SPEC_NAME, Handover, KVFerrySpec, handing_over
+from .stats import forget_earlier_engines
 
 logger = logging.getLogger("vllm.kvferry")
 
@@ -71,7 +72,9 @@ class KVFerryConnector(OffloadingConnector):
         """Return finished loads; of models with several KV cache groups also which of them failed."""
         results = super().get_transfer_results(finished_req_ids)
         if results.finished_recving and not self._spec.geometry.is_single_group:
-            failed = {self._request_of_load[job_id] for job_id in self._spec.worker.take_failed_jobs()}
+            failed = {
+                self._request_of_load[job_id] for job_id in self._spec.worker.take_failed_jobs()
+            }
             results.failed_recving |= failed & results.finished_recving
         if results.finished_recving:
             self._request_of_load = {
@@ -112,6 +115,7 @@ class KVFerryConnector(OffloadingConnector):
     def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Declare the metrics where the API server runs."""
         _fill_in_spec(vllm_config.kv_transfer_config)
+        forget_earlier_engines()
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
 
 
@@ -125,7 +129,9 @@ def read_settings(transfer_config: Any) -> Config:
     settings = Config.read(extra)
     spec_name = extra.get("spec_name", SPEC_NAME)
     if spec_name != SPEC_NAME:
-        raise ConfigError(f"spec_name must be left out, or {SPEC_NAME!r}, with {CONNECTOR_NAME}; got {spec_name!r}")
+        raise ConfigError(
+            f"spec_name must be left out, or {SPEC_NAME!r}, with {CONNECTOR_NAME}; got {spec_name!r}"
+        )
     if extra.get("canonical_layout"):
         raise ConfigError(
             "canonical_layout must be false: kvferry stores each rank's bytes as they are, and does not rearrange them "

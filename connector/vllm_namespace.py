@@ -25,7 +25,9 @@ _CONFIG_NOISE = frozenset({"_name_or_path", "transformers_version"})
 """Entries of a model configuration that say where it came from, not what it computes."""
 
 
-def namespace_fields(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> dict[str, object]:
+def namespace_fields(
+    vllm_config: Any, kv_cache_config: Any, geometry: Geometry
+) -> dict[str, object]:
     """Return everything that has to agree, as JSON values.
 
     Args:
@@ -36,7 +38,11 @@ def namespace_fields(vllm_config: Any, kv_cache_config: Any, geometry: Geometry)
     Raises:
         OSError: the model is a local path that cannot be read.
     """
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    model, cache, parallel = (
+        vllm_config.model_config,
+        vllm_config.cache_config,
+        vllm_config.parallel_config,
+    )
     fields: dict[str, object] = {
         "engine": list(compat.minor_version(compat.engine_version()) or (0, 0)),
         "model": model_identity(model.model, model.revision),
@@ -51,10 +57,14 @@ def namespace_fields(vllm_config: Any, kv_cache_config: Any, geometry: Geometry)
             "seed": os.environ.get("PYTHONHASHSEED"),
             "block_tokens": _plain(kv_cache_config.hash_block_size),
         },
-        "layout": _plain(kv_cache_config.kv_cache_layout or getattr(cache, "kv_cache_layout", None)),
+        "layout": _plain(
+            kv_cache_config.kv_cache_layout or getattr(cache, "kv_cache_layout", None)
+        ),
         "attention": _plain(getattr(vllm_config, "attention_config", None)),
         "device": _device_kind(),
-        "groups": [_group(kv_cache_config.kv_cache_groups[group_id]) for group_id in geometry.group_ids],
+        "groups": [
+            _group(kv_cache_config.kv_cache_groups[group_id]) for group_id in geometry.group_ids
+        ],
         "group_ids": list(geometry.group_ids),
         "tokens_per_chunk": list(geometry.tokens_per_chunk),
         "blocks_per_chunk": geometry.blocks_per_chunk,
@@ -105,7 +115,7 @@ def _device_kind() -> str:
 
 def _plain(value: Any) -> object:
     """Return *value* as a JSON value; what has no stable text of its own is named by its type."""
-    if value is None or isinstance(value, bool | int | str) and not isinstance(value, enum.Enum):
+    if value is None or (isinstance(value, bool | int | str) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
         return value.name

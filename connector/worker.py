@@ -72,11 +72,15 @@ class KVFerryWorker(OffloadingWorker):
 
     # --- jobs --------------------------------------------------------------------------------------------------
 
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: FrameLoadStoreSpec) -> bool:
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: FrameLoadStoreSpec
+    ) -> bool:
         """Queue the chunks of a store. Never waits, never fails."""
         copies: list[Copy] = []
         block_at = row_at = 0
-        groups = zip(src_spec.group_sizes, src_spec.block_indices, dst_spec.group_frames, strict=True)
+        groups = zip(
+            src_spec.group_sizes, src_spec.block_indices, dst_spec.group_frames, strict=True
+        )
         for group, (num_blocks, first_block, num_frames) in enumerate(groups):
             ids = src_spec.block_ids[block_at : block_at + num_blocks].astype(np.int64)
             refs = dst_spec.refs[row_at : row_at + num_frames]
@@ -107,14 +111,20 @@ class KVFerryWorker(OffloadingWorker):
             yield Copy(group, 0, blocks, header, generation)
 
     def submit_load(
-        self, job_id: int, src_spec: FrameLoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+        self,
+        job_id: int,
+        src_spec: FrameLoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
     ) -> bool:
         """Queue the chunks of a load. Never waits, never fails; loads go before stores in any case."""
         copies: list[Copy] = []
         load = _Load()
         block_at = row_at = 0
         size = self._geometry.blocks_per_chunk
-        groups = zip(dst_spec.group_sizes, dst_spec.block_indices, src_spec.group_frames, strict=True)
+        groups = zip(
+            dst_spec.group_sizes, dst_spec.block_indices, src_spec.group_frames, strict=True
+        )
         for group, (num_blocks, first_block, num_frames) in enumerate(groups):
             ids = dst_spec.block_ids[block_at : block_at + num_blocks].astype(np.int64)
             rows = src_spec.refs[row_at : row_at + num_frames].tolist()

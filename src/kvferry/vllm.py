@@ -20,7 +20,9 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "KVFerryConnector" not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector("KVFerryConnector", "kvferry.vllm", "KVFerryConnector")
+        KVConnectorFactory.register_connector(
+            "KVFerryConnector", "kvferry.vllm", "KVFerryConnector"
+        )
 
 
 def __getattr__(name: str) -> Any:

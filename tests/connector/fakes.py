@@ -113,7 +113,12 @@ class Engine:
 
     def leaks(self):
         stats = self.store.stats()
-        return stats["writing_frames"], stats["leases"], stats["orphaned_frames"], self.manager._inflight_bytes
+        return (
+            stats["writing_frames"],
+            stats["leases"],
+            stats["orphaned_frames"],
+            self.manager._inflight_bytes,
+        )
 
     def close(self):
         self.manager.shutdown()

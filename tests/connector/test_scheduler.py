@@ -61,7 +61,9 @@ class TestStoring:
         assert output.keys_to_store == chunks
         assert output.store_spec.group_frames == (3, 3)
         frames = [engine.store.frames[chunk] for chunk in chunks]
-        assert output.store_spec.refs.tolist() == [[f.header, f.offset, f.generation] for f in frames]
+        assert output.store_spec.refs.tolist() == [
+            [f.header, f.offset, f.generation] for f in frames
+        ]
 
     def test_a_chunk_is_published_only_when_every_rank_wrote_its_part(self, make_engine):
         engine = make_engine(geometry(world_size=2))
@@ -164,7 +166,9 @@ class TestOverload:
         engine.manager.complete_load(held, reader)
         assert engine.stored(keys(5, start=50), engine.request("later")) == keys(2, start=53)
 
-    def test_the_least_recently_used_chunks_make_room_and_a_prefix_outlives_its_tail(self, make_engine):
+    def test_the_least_recently_used_chunks_make_room_and_a_prefix_outlives_its_tail(
+        self, make_engine
+    ):
         engine = make_engine(geometry(page_bytes=MIB))
         first = engine.request("first")
         engine.stored(keys(6), first)
@@ -176,7 +180,9 @@ class TestOverload:
         engine.stored(keys(6, start=20), engine.request("third"))
         left = found(engine, keys(6))
         assert MISS in left, "nothing had to go"
-        assert left == sorted(left, key=lambda answer: answer is MISS), "a chunk outlived its prefix"
+        assert left == sorted(left, key=lambda answer: answer is MISS), (
+            "a chunk outlived its prefix"
+        )
         assert found(engine, keys(6, start=20)) == [HIT] * 6
 
 
@@ -247,7 +253,9 @@ class TestLoading:
         engine.manager.complete_load(set(keys(3)), reader)
 
     @pytest.mark.parametrize("bad", [0, 1, 2])
-    def test_a_chunk_that_failed_to_load_is_a_miss_and_its_frame_is_freed_after_the_last_load(self, engine, bad):
+    def test_a_chunk_that_failed_to_load_is_a_miss_and_its_frame_is_freed_after_the_last_load(
+        self, engine, bad
+    ):
         engine.stored(keys(3))
         one, two = engine.request("one"), engine.request("two")
         spec = engine.manager.prepare_load(keys(3), one)
@@ -277,7 +285,9 @@ class TestReset:
         assert not engine.manager.has_pending_work()
         assert engine.stored(keys(5)) == keys(5)
 
-    def test_with_a_hundred_jobs_in_flight_nothing_leaks_and_nothing_old_is_found(self, make_engine):
+    def test_with_a_hundred_jobs_in_flight_nothing_leaks_and_nothing_old_is_found(
+        self, make_engine
+    ):
         engine = make_engine(geometry(world_size=2))
         stores, loads = [], []
         engine.stored(keys(50))
@@ -322,14 +332,18 @@ class TestReset:
         engine.manager.reset_cache()
         assert engine.stored(keys(1), context) == keys(1)
 
-    def test_bytes_of_stale_jobs_count_against_the_bound_until_the_workers_are_done(self, make_engine):
+    def test_bytes_of_stale_jobs_count_against_the_bound_until_the_workers_are_done(
+        self, make_engine
+    ):
         engine = make_engine(max_inflight_bytes=4 * 4096)
         old = engine.manager.prepare_store(keys(3), engine.request())
         engine.manager.reset_cache()
         assert engine.manager.prepare_store(keys(4), engine.request("a")).keys_to_store == keys(1)
         engine.ranks.write(old.store_spec)
         engine.end_step()
-        assert engine.manager.prepare_store(keys(3, start=5), engine.request("b")).keys_to_store == keys(3, start=5)
+        assert engine.manager.prepare_store(
+            keys(3, start=5), engine.request("b")
+        ).keys_to_store == keys(3, start=5)
 
     def test_a_dead_worker_does_not_keep_the_engine_awake(self, make_engine):
         engine = make_engine()

@@ -32,7 +32,9 @@ def engines_at_hand():
     return []
 
 
-@pytest.mark.parametrize(("version", "folder"), [pytest.param(*engine, id=engine[0]) for engine in engines_at_hand()])
+@pytest.mark.parametrize(
+    ("version", "folder"), [pytest.param(*engine, id=engine[0]) for engine in engines_at_hand()]
+)
 def test_the_engine_at_hand_is_as_recorded(version, folder):
     assert signatures.read_signatures(Path(folder)) == signatures.recorded()[version]
 
@@ -100,7 +102,10 @@ class TestVersions:
                         shown = ", ".join(p.replace("=", "=None") for p in parameters)
                         lines.append(f"    def {method}({shown}): ...")
                     else:
-                        lines += [f"    {p.rstrip('=')}: int" + (" = 0" if "=" in p else "") for p in parameters]
+                        lines += [
+                            f"    {p.rstrip('=')}: int" + (" = 0" if "=" in p else "")
+                            for p in parameters
+                        ]
                         lines.append("    pass")
             target = tmp_path / file
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -114,27 +119,52 @@ class TestVersions:
 
     @pytest.mark.parametrize("version", ["0.29.9", "0.1", "0.9.2"])
     def test_older_ones_are_refused_with_a_sentence(self, version):
-        with pytest.raises(UnsupportedEngineError, match=rf"vLLM must be 0\.30 to 0\.33 .*; got {version}"):
+        with pytest.raises(
+            UnsupportedEngineError, match=rf"vLLM must be 0\.30 to 0\.33 .*; got {version}"
+        ):
             compat.require_supported_engine(version, Path("/nowhere"))
 
     @pytest.mark.parametrize("version", ["0.34.0", "1.0.0", "dev"])
-    def test_newer_ones_with_the_same_interface_are_tried_with_one_warning(self, tmp_path, version, caplog):
+    def test_newer_ones_with_the_same_interface_are_tried_with_one_warning(
+        self, tmp_path, version, caplog
+    ):
         compat.require_supported_engine(version, self.fake_package(tmp_path))
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert version in caplog.text
 
     def test_a_new_argument_to_one_of_our_methods_is_refused(self, tmp_path):
-        package = self.fake_package(tmp_path, lambda text: text.replace("def wait(self, job_ids)", "def wait(self, job_ids, urgent=None)"))
-        with pytest.raises(UnsupportedEngineError, match=r"OffloadingWorker\.wait takes \(self, job_ids, urgent=\)"):
+        package = self.fake_package(
+            tmp_path,
+            lambda text: text.replace(
+                "def wait(self, job_ids)", "def wait(self, job_ids, urgent=None)"
+            ),
+        )
+        with pytest.raises(
+            UnsupportedEngineError, match=r"OffloadingWorker\.wait takes \(self, job_ids, urgent=\)"
+        ):
             compat.require_supported_engine("0.34.0", package)
 
     def test_a_new_field_with_a_default_is_fine(self, tmp_path):
-        package = self.fake_package(tmp_path, lambda text: text.replace("    success: int", "    success: int\n") if "TransferResult" in text else text)
+        package = self.fake_package(
+            tmp_path,
+            lambda text: (
+                text.replace("    success: int", "    success: int\n")
+                if "TransferResult" in text
+                else text
+            ),
+        )
         compat.require_supported_engine("0.34.0", package)
-        grown = self.fake_package(tmp_path, lambda text: text.replace("transfer_time: int = 0", "transfer_time: int = 0\n    device: int = 0"))
+        grown = self.fake_package(
+            tmp_path,
+            lambda text: text.replace(
+                "transfer_time: int = 0", "transfer_time: int = 0\n    device: int = 0"
+            ),
+        )
         compat.require_supported_engine("0.34.0", grown)
 
     def test_a_method_that_is_gone_is_named(self, tmp_path):
-        package = self.fake_package(tmp_path, lambda text: text.replace("class TransferResult:", "class Result:"))
+        package = self.fake_package(
+            tmp_path, lambda text: text.replace("class TransferResult:", "class Result:")
+        )
         with pytest.raises(UnsupportedEngineError, match="TransferResult is gone"):
             compat.require_supported_engine("0.34.0", package)

@@ -43,7 +43,9 @@ def world(tmp_path):
     (model / "config.json").write_text('{"a": 1}')
     (model / "model.safetensors").write_bytes(b"weights")
     full = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=64)
+    window = SlidingWindowSpec(
+        block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=64
+    )
     page = full.page_size_bytes
     vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(
@@ -62,8 +64,13 @@ def world(tmp_path):
     )  # fmt: skip
     kv_cache_config = KVCacheConfig(
         num_blocks=10,
-        kv_cache_tensors=[KVCacheTensor(size=20 * page, layers=LAYERS, layer_stride=10 * page, block_stride=page)],
-        kv_cache_groups=[KVCacheGroupSpec(LAYERS, full), KVCacheGroupSpec(["model.layers.2.attn"], window)],
+        kv_cache_tensors=[
+            KVCacheTensor(size=20 * page, layers=LAYERS, layer_stride=10 * page, block_stride=page)
+        ],
+        kv_cache_groups=[
+            KVCacheGroupSpec(LAYERS, full),
+            KVCacheGroupSpec(["model.layers.2.attn"], window),
+        ],
         kv_cache_layout="LBHNC",
         hash_block_size=32,
     )
@@ -152,7 +159,9 @@ FLIPS = {
 def test_one_difference_is_another_namespace(world, change):
     before = digest(world)
     if change is FLIPS["attention backend"]:
-        world.vllm.attention_config = type("AttentionConfig", (), {"__str__": lambda self: "backend=FLASH_ATTN"})()
+        world.vllm.attention_config = type(
+            "AttentionConfig", (), {"__str__": lambda self: "backend=FLASH_ATTN"}
+        )()
     else:
         change(world)
     assert digest(world) != before
@@ -182,7 +191,9 @@ def test_the_version_of_the_engine_counts(world, monkeypatch):
 
 def test_what_computes_the_same_has_the_same_name(world):
     before = digest(world)
-    world.vllm.model_config.hf_config.values.update(transformers_version="6", _name_or_path="elsewhere")
+    world.vllm.model_config.hf_config.values.update(
+        transformers_version="6", _name_or_path="elsewhere"
+    )
     world.kv = copy.deepcopy(world.kv)
     world.kv.num_blocks = 99
     assert digest(world) == before
@@ -195,7 +206,12 @@ def test_two_engines_with_lora_never_share(world):
 
 def test_an_epoch_is_never_met_again(world):
     fields = {"a": 1}
-    assert len({namespace_digest(fresh_epoch(fields)) for _ in range(100)} | {namespace_digest(fields)}) == 101
+    assert (
+        len(
+            {namespace_digest(fresh_epoch(fields)) for _ in range(100)} | {namespace_digest(fields)}
+        )
+        == 101
+    )
 
 
 class TestGeometry:

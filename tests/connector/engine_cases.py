@@ -1,0 +1,346 @@
+"""What the tests do with a real engine, each in a process of its own: ``python engine_cases.py CASE JSON``.
+
+A case prints one line of JSON, its result, last. Engines run in this process (no engine core process), so that a case can
+reach into the store.
+"""
+
+import gc
+import json
+import os
+import random
+import sys
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+from kvferry.demo.checkpoints import CHECKPOINTS, ensure_checkpoint
+
+MAX_TOKENS = 16
+
+
+def prompt(seed, length):
+    source = random.Random(seed)
+    return [source.randrange(3, 1000) for _ in range(length)]
+
+
+class Engine:
+    """One engine on one of the demo's models."""
+
+    def __init__(
+        self, model="llama", *, extra=None, connector=True, transfer=None, model_path=None, **engine
+    ):
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        checkpoint = CHECKPOINTS[model]
+        if connector:
+            engine["kv_transfer_config"] = KVTransferConfig(
+                **{
+                    "kv_connector": "KVFerryConnector",
+                    "kv_connector_module_path": "kvferry.vllm",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"arena_bytes": "64MiB", **(extra or {})},
+                    **(transfer or {}),
+                }
+            )
+        settings = {
+            "model": model_path or str(ensure_checkpoint(checkpoint)),
+            "dtype": checkpoint.dtype,
+            "block_size": None if model_path else checkpoint.block_size,
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "seed": 0,
+            "disable_log_stats": False,
+            **engine,
+        }
+        self.llm = LLM(**settings)
+
+    def run(self, *prompts, salt=None, max_tokens=MAX_TOKENS):
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True
+        )
+        inputs = [
+            {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}
+            for tokens in prompts
+        ]
+        return [
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "cached": output.num_cached_tokens or 0,
+                "finish": output.outputs[0].finish_reason,
+            }
+            for output in self.llm.generate(inputs, sampling, use_tqdm=False)
+        ]
+
+    def drop_own_cache(self):
+        """Drop the engine's own prefix cache. On CPU it has none for MLA, which is fine."""
+        self.llm.reset_prefix_cache()
+
+    @property
+    def connector(self):
+        return self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+
+    @property
+    def store(self):
+        return self.connector._manager._store
+
+    def external_hits(self):
+        for metric in self.llm.get_metrics():
+            if metric.name == "vllm:external_prefix_cache_hits":
+                return metric.value
+        return 0
+
+    def metrics(self):
+        """Return our metrics with their labels, zero ones left out; of histograms the count."""
+        from prometheus_client import REGISTRY
+
+        found = {}
+        for metric in REGISTRY.collect():
+            for sample in metric.samples:
+                if sample.name.startswith("kvferry:") and not sample.name.endswith(
+                    ("_bucket", "_created", "_sum")
+                ):
+                    labels = [
+                        value
+                        for name, value in sample.labels.items()
+                        if name not in ("engine", "model_name")
+                    ]
+                    if sample.value:
+                        found["/".join([sample.name.removeprefix("kvferry:"), *labels])] = (
+                            sample.value
+                        )
+        return found
+
+    def leaks(self):
+        stats = self.store.stats()
+        return {name: stats[name] for name in ("writing_frames", "leases", "orphaned_frames")}
+
+    def blobs(self, group=0):
+        """Return the frames of a group in the order in which they were stored."""
+        frames = [
+            f for key, f in self.store.frames.items() if int.from_bytes(key[-4:], "big") == group
+        ]
+        return sorted(frames, key=lambda frame: frame.generation)
+
+    def close(self):
+        self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+        gc.collect()
+
+
+def roundtrip(model, blocks_per_chunk=1, length=400, **settings):
+    engine = Engine(model, extra={"blocks_per_chunk": blocks_per_chunk}, **settings)
+    one, other = prompt(1, length), prompt(2, length)
+    (cold,), (different,) = engine.run(one), engine.run(other)
+    before = engine.external_hits()
+    engine.drop_own_cache()
+    (loaded,) = engine.run(one)
+    hits = engine.external_hits() - before
+    engine.llm.reset_prefix_cache(reset_connector=True)
+    (computed,) = engine.run(one)
+    engine.drop_own_cache()
+    # a longer prompt with the same beginning
+    (longer,) = engine.run(one + prompt(3, 100))
+    engine.drop_own_cache()
+    (again,) = engine.run(one + prompt(3, 100))
+    result = {
+        "cold": cold, "different": different, "loaded": loaded, "hits": hits, "computed": computed, "longer": longer,
+        "again": again, "metrics": engine.metrics(), "leaks": engine.leaks(),
+    }  # fmt: skip
+    engine.close()
+    return result
+
+
+def corrupt(model, group=0, chunk=0, blocks_per_chunk=1, policy="recompute", length=400):
+    engine = Engine(model, extra={"blocks_per_chunk": blocks_per_chunk, "on_load_failure": policy})
+    tokens = prompt(1, length)
+    (cold,) = engine.run(tokens)
+    engine.drop_own_cache()
+    blobs = engine.blobs(group)
+    frame = blobs[chunk]
+    engine.store.arena.buffer[frame.offset + frame.blob_bytes // 2] ^= 0x10
+    (loaded,) = engine.run(tokens)
+    failures = engine.metrics()
+    engine.drop_own_cache()
+    (again,) = engine.run(tokens)
+    engine.drop_own_cache()
+    (third,) = engine.run(tokens)
+    result = {
+        "cold": cold, "loaded": loaded, "again": again, "third": third, "chunks": len(blobs), "failures": failures,
+        "metrics": engine.metrics(), "leaks": engine.leaks(),
+    }  # fmt: skip
+    engine.close()
+    return result
+
+
+def flips(model="llama", rounds=100, length=300):
+    """Flip one random byte of one random blob before each of many runs."""
+    engine = Engine(model)
+    tokens = prompt(1, length)
+    (cold,) = engine.run(tokens, max_tokens=4)
+    source, same = random.Random(7), 0
+    for _ in range(rounds):
+        engine.drop_own_cache()
+        frame = source.choice(engine.blobs())
+        engine.store.arena.buffer[frame.offset + source.randrange(frame.blob_bytes)] ^= (
+            1 << source.randrange(8)
+        )
+        (loaded,) = engine.run(tokens, max_tokens=4)
+        same += loaded["tokens"] == cold["tokens"]
+    result = {"same": same, "metrics": engine.metrics(), "leaks": engine.leaks()}
+    engine.close()
+    return result
+
+
+def salts():
+    engine = Engine()
+    tokens = prompt(1, 300)
+    (one,) = engine.run(tokens, salt="a")
+    engine.drop_own_cache()
+    (two,) = engine.run(tokens, salt="b")
+    engine.drop_own_cache()
+    (back,) = engine.run(tokens, salt="a")
+    engine.close()
+    return {"one": one, "two": two, "back": back}
+
+
+def restart(path, dtypes=("bfloat16", "bfloat16", "float32", "bfloat16"), chunkings=(1, 1, 1, 2)):
+    """Run one engine after the other on the same arena file."""
+    tokens, results = prompt(1, 300), []
+    for dtype, blocks_per_chunk in zip(dtypes, chunkings, strict=True):
+        engine = Engine(
+            extra={"arena_path": path, "blocks_per_chunk": blocks_per_chunk}, dtype=dtype
+        )
+        (result,) = engine.run(tokens)
+        results.append(result)
+        engine.close()
+    return results
+
+
+def preempted(model="llama"):
+    """Run more requests than fit, so that some are preempted and come back."""
+    prompts = [prompt(seed, 100) for seed in range(6)]
+    small = {
+        "max_model_len": 256,
+        "num_gpu_blocks_override": 24,
+        "max_num_seqs": 8,
+        "dtype": "float32",
+    }
+    plain = Engine(model, connector=False, **{**small, "num_gpu_blocks_override": 2000})
+    expected = plain.run(*prompts, max_tokens=120)
+    plain.close()
+    engine = Engine(model, extra={"offload_prompt_only": False}, **small)
+    first = engine.run(*prompts, max_tokens=120)
+    engine.drop_own_cache()
+    second = engine.run(*prompts, max_tokens=120)
+    preemptions = sum(m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
+    result = {
+        "expected": [r["tokens"] for r in expected], "first": [r["tokens"] for r in first],
+        "second": [r["tokens"] for r in second], "preemptions": preemptions, "hits": engine.external_hits(),
+        "metrics": engine.metrics(), "leaks": engine.leaks(),
+    }  # fmt: skip
+    engine.close()
+    return result
+
+
+def multi():
+    """Run as a child of vLLM's MultiConnector, whose statistics are rebuilt by the class's name."""
+    child = {
+        "kv_connector": "KVFerryConnector",
+        "kv_connector_module_path": "kvferry.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"arena_bytes": "64MiB"},
+    }
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": None,
+        "kv_connector_extra_config": {"connectors": [child]},
+    }
+    engine = Engine(transfer=transfer)
+    tokens = prompt(1, 300)
+    (cold,) = engine.run(tokens)
+    engine.drop_own_cache()
+    (loaded,) = engine.run(tokens)
+    result = {"cold": cold, "loaded": loaded, "hits": engine.external_hits()}
+    engine.close()
+    return result
+
+
+def by_name():
+    from kvferry.vllm import register
+
+    register()
+    register()
+    engine = Engine(transfer={"kv_connector_module_path": None})
+    tokens = prompt(1, 300)
+    (cold,) = engine.run(tokens)
+    engine.drop_own_cache()
+    (loaded,) = engine.run(tokens)
+    engine.close()
+    return {"cold": cold, "loaded": loaded}
+
+
+def ranks(model="llama"):
+    """Run two tensor-parallel ranks, each in a process."""
+    engine = Engine(
+        model, tensor_parallel_size=2, distributed_executor_backend="mp", dtype="float32"
+    )
+    tokens = prompt(1, 400)
+    (cold,), (other,) = engine.run(tokens), engine.run(prompt(2, 400))
+    engine.drop_own_cache()
+    (loaded,) = engine.run(tokens)
+    engine.drop_own_cache()
+    frame = engine.blobs()[2]
+    # in the second rank's part
+    engine.store.arena.buffer[frame.offset + frame.blob_bytes // 4 * 3] ^= 1
+    (corrupted,) = engine.run(tokens)
+    result = {
+        "cold": cold, "other": other, "loaded": loaded, "corrupted": corrupted, "metrics": engine.metrics(),
+        "leaks": engine.leaks(),
+    }  # fmt: skip
+    engine.close()
+    return result
+
+
+LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 1024, "norm_eps": 1e-5,
+    "max_position_embeddings": 2048, "rope_theta": 10000.0, "conv_L_cache": 3, "conv_bias": False, "block_multiple_of": 32,
+    "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False, "torch_dtype": "bfloat16",
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"], "bos_token_id": 1, "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+"""A model with state-space groups next to attention."""
+
+
+def recurrent():
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "config.json"), "w") as file:
+            json.dump(LFM2, file)
+        engine = Engine(model_path=folder, load_format="dummy")
+        (first,), (second,) = engine.run(prompt(1, 300)), engine.run(prompt(1, 300))
+        name = type(engine.connector).__name__
+        engine.close()
+    return {"connector": name, "first": first["tokens"], "second": second["tokens"]}
+
+
+def refused(extra, transfer=None, model="llama"):
+    """Start an engine that must not start; return what it says."""
+    try:
+        Engine(model, extra=extra, transfer=transfer).close()
+    except Exception as error:
+        return {"type": type(error).__name__, "message": str(error), "cause": repr(error.__cause__)}
+    return {"type": None}
+
+
+if __name__ == "__main__":
+    case, arguments = sys.argv[1], json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}")
+    result = globals()[case](**arguments)
+    print(json.dumps(result), flush=True)

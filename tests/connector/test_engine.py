@@ -1,0 +1,200 @@
+"""A real engine with the connector: cold, from the store, after damage, after a restart. Each case in its own process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+CASES = Path(__file__).with_name("engine_cases.py")
+TIMEOUT_S = 600
+
+
+def run(case, **arguments):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, str(CASES), case, json.dumps(arguments)],
+        capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def assert_nothing_leaked(result):
+    assert result["leaks"] == {"writing_frames": 0, "leases": 0, "orphaned_frames": 0}
+
+
+MODELS = [
+    pytest.param("llama", 384, id="llama"),
+    # 400 of 400 tokens: a whole prompt may be loaded, the engine computes its last token again
+    pytest.param("mla", 384, id="mla"),
+    pytest.param("hybrid", 384, id="hybrid"),
+]
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
+@pytest.mark.parametrize(("model", "least"), MODELS)
+def test_what_was_computed_once_is_loaded_with_the_same_tokens(model, least, blocks_per_chunk):
+    result = run("roundtrip", model=model, blocks_per_chunk=blocks_per_chunk)
+    tokens = result["cold"]["tokens"]
+    assert result["different"]["tokens"] != tokens
+    assert result["loaded"]["tokens"] == result["computed"]["tokens"] == tokens
+    assert result["loaded"]["cached"] >= least
+    assert result["hits"] >= least
+    assert result["computed"]["cached"] == 0
+    assert result["again"]["tokens"] == result["longer"]["tokens"]
+    assert result["again"]["cached"] >= least
+    assert result["metrics"]["verified_blobs_total"] > 0
+    assert "load_failures_total/checksum" not in result["metrics"]
+    assert_nothing_leaked(result)
+
+
+@pytest.mark.parametrize(
+    ("model", "group", "chunk", "blocks_per_chunk"),
+    [
+        pytest.param("llama", 0, 0, 1, id="first"),
+        pytest.param("llama", 0, 5, 1, id="middle"),
+        pytest.param("llama", 0, 2, 4, id="last-of-4-blocks"),
+        pytest.param("mla", 0, 3, 2, id="mla"),
+        pytest.param("hybrid", 0, 0, 1, id="hybrid-window"),
+        pytest.param("hybrid", 2, 1, 2, id="hybrid-full"),
+    ],
+)
+def test_a_corrupt_chunk_is_found_once_and_computed_again(model, group, chunk, blocks_per_chunk):
+    result = run(
+        "corrupt", model=model, group=group, chunk=chunk, blocks_per_chunk=blocks_per_chunk
+    )
+    for later in ("loaded", "again", "third"):
+        assert result[later]["tokens"] == result["cold"]["tokens"], later
+    assert result["metrics"]["load_failures_total/checksum"] == 1
+    assert result["metrics"]["bad_frames_total"] == 1
+    assert not {
+        name
+        for name in result["metrics"]
+        if name.startswith("load_failures") and "checksum" not in name
+    }
+    assert result["third"]["cached"] >= 384, "the chunk was not stored again"
+    assert_nothing_leaked(result)
+
+
+@pytest.mark.parametrize("model", ["llama", "hybrid"])
+def test_a_failed_load_ends_the_request_where_that_is_asked_for(model):
+    result = run("corrupt", model=model, group=0, chunk=0, policy="fail")
+    assert result["loaded"]["finish"] == "error"
+    assert result["again"]["tokens"] == result["cold"]["tokens"]
+    assert_nothing_leaked(result)
+
+
+def test_a_hundred_random_flips_never_change_a_token():
+    result = run("flips")
+    assert result["same"] == 100
+    assert result["metrics"]["load_failures_total/checksum"] > 50
+    assert_nothing_leaked(result)
+
+
+def test_two_cache_salts_share_nothing():
+    result = run("salts")
+    assert result["two"]["cached"] == 0
+    assert result["back"]["cached"] >= 256
+    assert result["one"]["tokens"] == result["two"]["tokens"] == result["back"]["tokens"]
+
+
+def test_an_arena_with_a_path_serves_the_next_engine_of_the_same_kind_only(tmp_path):
+    first, second, other_dtype, other_chunks = run("restart", path=str(tmp_path / "arena"))
+    assert second["tokens"] == first["tokens"]
+    assert second["cached"] >= 256
+    assert other_dtype["cached"] == 0
+    assert other_chunks["cached"] == 0
+    assert other_chunks["tokens"] == first["tokens"]
+
+
+def test_preempted_requests_get_the_same_tokens():
+    result = run("preempted")
+    assert result["preemptions"] > 0
+    assert result["hits"] > 0
+    assert result["first"] == result["expected"]
+    assert result["second"] == result["expected"]
+    assert_nothing_leaked(result)
+
+
+def test_under_the_multi_connector_statistics_work_too():
+    result = run("multi")
+    assert result["loaded"]["tokens"] == result["cold"]["tokens"]
+    assert result["hits"] >= 256
+
+
+def test_it_is_known_by_its_name_alone():
+    result = run("by_name")
+    assert result["loaded"]["tokens"] == result["cold"]["tokens"]
+    assert result["loaded"]["cached"] >= 256
+
+
+def test_two_ranks_each_keep_their_part_and_one_bad_part_spoils_the_chunk():
+    result = run("ranks")
+    assert result["loaded"]["tokens"] == result["corrupted"]["tokens"] == result["cold"]["tokens"]
+    assert result["other"]["tokens"] != result["cold"]["tokens"]
+    assert result["loaded"]["cached"] == 384
+    assert result["metrics"]["load_failures_total/checksum"] == 1
+    assert result["metrics"]["bad_frames_total"] == 1
+    assert_nothing_leaked(result)
+
+
+def test_a_model_with_recurrent_state_starts_with_the_tier_off():
+    result = run("recurrent")
+    assert result["connector"] == "IdleConnector"
+    assert result["first"] == result["second"]
+
+
+PLAIN = {
+    "kv_connector": "OffloadingConnector",
+    "kv_connector_module_path": None,
+    "kv_connector_extra_config": {"spec_name": "KVFerrySpec", "spec_module_path": "kvferry.vllm"},
+}
+
+
+@pytest.mark.parametrize(
+    ("extra", "transfer", "kind", "says"),
+    [
+        pytest.param(
+            {"arena_byte": "1GiB"},
+            None,
+            "ConfigError",
+            "did you mean 'arena_bytes'",
+            id="unknown-key",
+        ),
+        pytest.param(
+            {"arena_bytes": "1 parsec"}, None, "ConfigError", "arena_bytes must be", id="unit"
+        ),
+        pytest.param(
+            {"canonical_layout": True},
+            None,
+            "ConfigError",
+            "canonical_layout must be false",
+            id="canonical",
+        ),
+        pytest.param(
+            {"spec_name": "CPUOffloadingSpec"},
+            None,
+            "ConfigError",
+            "spec_name must be left out",
+            id="spec",
+        ),
+        pytest.param(
+            {"arena_bytes": "64TiB"}, None, "ArenaSpaceError", "arena_bytes must fit", id="no-room"
+        ),
+        pytest.param(
+            {"arena_path": "/proc/no/such"}, None, "ArenaSpaceError", "/proc/no/such", id="no-place"
+        ),
+        pytest.param({}, PLAIN, "UnsupportedEngineError", "KVFerryConnector", id="plain-connector"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_one_sentence(extra, transfer, kind, says):
+    result = run("refused", extra=extra, transfer=transfer)
+    assert result["type"] == kind
+    assert says in result["message"]
+    assert "\n" not in result["message"]
+    assert result["cause"] == "None"

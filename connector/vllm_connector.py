@@ -21,6 +21,7 @@ from .idle import IdleConnector
 from .messages import WorkerGeometry
 from .spec import SPEC_MODULE, SPEC_NAME, Handover, KVFerrySpec, handing_over
 from .stats import forget_earlier_engines
+from .worker import KVFerryWorker
 
 logger = logging.getLogger("vllm.kvferry")
 
@@ -56,9 +57,20 @@ class KVFerryConnector(OffloadingConnector):
         with handing_over(Handover(settings, vllm_config, kv_cache_config)):
             super().__init__(vllm_config, role, kv_cache_config)
         half = self.connector_worker or self.connector_scheduler
-        self._spec: KVFerrySpec = half.spec if self.connector_worker else None
-        self._manager = None if self.connector_worker else half.manager
+        self._spec: KVFerrySpec | None = half.spec if self.connector_worker else None
+        self._manager: Any = None if self.connector_worker else half.manager
         self._request_of_load: dict[int, str] = {}
+
+    @property
+    def _worker_spec(self) -> KVFerrySpec:
+        assert self._spec is not None, "the scheduler's half was asked for the worker's"
+        return self._spec
+
+    @property
+    def _worker(self) -> KVFerryWorker:
+        worker = self._worker_spec.worker
+        assert worker is not None, "no KV cache has been registered yet"
+        return worker
 
     # --- worker side -------------------------------------------------------------------------------------------
 
@@ -71,10 +83,8 @@ class KVFerryConnector(OffloadingConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return finished loads; of models with several KV cache groups also which of them failed."""
         results = super().get_transfer_results(finished_req_ids)
-        if results.finished_recving and not self._spec.geometry.is_single_group:
-            failed = {
-                self._request_of_load[job_id] for job_id in self._spec.worker.take_failed_jobs()
-            }
+        if results.finished_recving and not self._worker_spec.geometry.is_single_group:
+            failed = {self._request_of_load[job_id] for job_id in self._worker.take_failed_jobs()}
             results.failed_recving |= failed & results.finished_recving
         if results.finished_recving:
             self._request_of_load = {
@@ -86,13 +96,13 @@ class KVFerryConnector(OffloadingConnector):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks of failed loads, for models with one KV cache group."""
-        failed: set[int] = self._spec.worker.take_failed_blocks()
-        return failed if self._spec.geometry.is_single_group else set()
+        failed: set[int] = self._worker.take_failed_blocks()
+        return failed if self._worker_spec.geometry.is_single_group else set()
 
     def get_handshake_metadata(self) -> WorkerGeometry | None:
         """Tell the scheduler's half the sizes that it can't know: where layers of one group differ."""
-        if self._spec.geometry.has_mixed_pages:
-            return WorkerGeometry(self._spec.geometry.part_bytes)
+        if self._worker_spec.geometry.has_mixed_pages:
+            return WorkerGeometry(self._worker_spec.geometry.part_bytes)
         return None
 
     # --- scheduler side ----------------------------------------------------------------------------------------
@@ -108,7 +118,8 @@ class KVFerryConnector(OffloadingConnector):
     def get_kv_connector_stats(self) -> Any:
         """Return what this half counted since the last step."""
         if self.connector_worker is not None:
-            return self._spec.worker.report() if self._spec.worker is not None else None
+            worker = self._worker_spec.worker
+            return None if worker is None else worker.report()
         return super().get_kv_connector_stats()
 
     @classmethod

@@ -25,8 +25,10 @@ def keys(count, first=0, group=0):
 
 
 def blob(of, num_bytes):
-    """The bytes stored under key *of*: no two keys, sizes or places in a blob look alike."""
-    return hashlib.shake_128(of + num_bytes.to_bytes(8, "little")).digest(num_bytes)
+    """The bytes stored under key *of*: no two keys or sizes look alike, nor does any page of a blob."""
+    # a prime, so that a page in the place of another shows
+    pattern = hashlib.shake_128(of + num_bytes.to_bytes(8, "little")).digest(min(num_bytes, 1021))
+    return (pattern * (num_bytes // 1021 + 1))[:num_bytes]
 
 
 def poisoned(num_bytes):
@@ -41,8 +43,7 @@ def read(store, wanted, num_bytes):
     """Return the bytes of each key, or None where the store answers with a miss."""
     outs = [poisoned(num_bytes) for _ in wanted]
     return [
-        bytes(out) if ok else None
-        for out, ok in zip(outs, store.get(wanted, outs), strict=True)
+        bytes(out) if ok else None for out, ok in zip(outs, store.get(wanted, outs), strict=True)
     ]
 
 
@@ -75,7 +76,9 @@ def audit(store):
         ready += size_class.policy.candidates()
     held, quarantine = list(space.held), list(store._quarantine)
     places = [*free, *(frame.slot for frame in ready + held), *quarantine]
-    assert sorted(slot.header for slot in places) == sorted(everywhere), "a place is lost or used twice"
+    assert sorted(slot.header for slot in places) == sorted(everywhere), (
+        "a place is lost or used twice"
+    )
     assert all(everywhere[s.header] == (s.offset, s.span) for s in places)
 
     state = {header: arena.words[header // 8] & 0xFF for header in everywhere}
@@ -87,8 +90,12 @@ def audit(store):
 
     listed = [f for frames in store._by_namespace.values() for f in frames.values()]
     assert set(listed) == {*ready, *held} - set(store._orphans)
-    assert all(frames[f.key] is f for frames in store._by_namespace.values() for f in frames.values())
-    assert {f for f in listed if f.leases} | {f for f in store._orphans if f.leases} == store._leased
+    assert all(
+        frames[f.key] is f for frames in store._by_namespace.values() for f in frames.values()
+    )
+    assert {f for f in listed if f.leases} | {
+        f for f in store._orphans if f.leases
+    } == store._leased
 
     assert index.used == len(ready)
     assert index.promised == sum(f.is_writing and f not in store._orphans for f in held)

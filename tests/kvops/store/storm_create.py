@@ -1,6 +1,6 @@
 """Kill processes that create an arena, at random moments, and check that the next one finds a usable path.
 
-    python tests/kvops/store/storm_create.py --runs 500
+python tests/kvops/store/storm_create.py --runs 500
 """
 
 import sys
@@ -36,7 +36,9 @@ def main():
                 arena = Arena.open(path, size, session="second", populate=False)
             with arena:
                 store = Store.open(arena, namespace=NAMESPACE)
-                if put(store, [key(1)], 100_000) != [True] or read(store, [key(1)], 100_000) == [None]:
+                if put(store, [key(1)], 100_000) != [True] or read(store, [key(1)], 100_000) == [
+                    None
+                ]:
                     sys.exit("an arena that was reopened after a crash does not store")
                 audit(store)
     print(f"{options.runs} rounds: {killed} creators killed, {unfinished} left an unfinished file")

@@ -1,6 +1,6 @@
 """Look keys up in one process while another changes everything, and check every byte that was found.
 
-    python tests/kvops/store/storm_index.py --runs 1000000
+python tests/kvops/store/storm_index.py --runs 1000000
 """
 
 import os

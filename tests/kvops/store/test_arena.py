@@ -100,7 +100,9 @@ def test_close_twice_and_views_are_gone(path):
         assert all(pid == 0 for pid, *_ in again.attached())
 
 
-@pytest.mark.parametrize("content", [b"", fmt.MAGIC_UNFINISHED, fmt.MAGIC_UNFINISHED + b"\xa5" * 70_000])
+@pytest.mark.parametrize(
+    "content", [b"", fmt.MAGIC_UNFINISHED, fmt.MAGIC_UNFINISHED + b"\xa5" * 70_000]
+)
 def test_what_a_dead_creator_left_is_made_anew(open_arena, path, content):
     path.touch(0o600)
     path.write_bytes(content)
@@ -153,11 +155,15 @@ def test_a_file_that_is_not_our_arena_is_refused_and_kept(path, damage, error, m
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("content", [b"x", b"#!/bin/sh\n", b"\0" * 4096, b"KVFERRY2" + b"\0" * 4096])
+@pytest.mark.parametrize(
+    "content", [b"x", b"#!/bin/sh\n", b"\0" * 4096, b"KVFERRY2" + b"\0" * 4096]
+)
 def test_a_foreign_file_is_refused_and_kept(path, content):
     path.touch(0o600)
     path.write_bytes(content)
-    with pytest.raises(ArenaMismatchError, match=f"a file of {len(content)} bytes that begins with"):
+    with pytest.raises(
+        ArenaMismatchError, match=f"a file of {len(content)} bytes that begins with"
+    ):
         Arena.open(path, ARENA_BYTES, session="s")
     assert path.read_bytes() == content
 
@@ -190,7 +196,9 @@ def test_an_arena_that_is_too_large_is_refused(path, kind):
 
 def test_a_cgroup_that_is_too_small_is_refused(path, monkeypatch):
     monkeypatch.setattr(memory, "_room_left", lambda: [("cgroup memory limit (x)", 8 * MIB)])
-    with pytest.raises(ArenaSpaceError, match="cgroup memory limit .x., which has 8 MiB left; got 16 MiB"):
+    with pytest.raises(
+        ArenaSpaceError, match=r"cgroup memory limit .x., which has 8 MiB left; got 16 MiB"
+    ):
         Arena.open(path, ARENA_BYTES, session="s")
     assert not path.exists()
 
@@ -200,7 +208,9 @@ def test_a_full_file_system_is_refused(path, monkeypatch):
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ArenaSpaceError, match="must fit into .*; got 16 MiB: No space left on device"):
+    with pytest.raises(
+        ArenaSpaceError, match=r"must fit into .*; got 16 MiB: No space left on device"
+    ):
         Arena.open(path, ARENA_BYTES, session="s")
     assert not path.exists()
 
@@ -424,7 +434,9 @@ def test_a_live_owner_in_another_process(open_arena, path, child):
     assert owner.ask(line) == "1"
     arena = open_arena(path, session="new")
     for refused in (arena.check_owner, arena.attach, arena.take_ownership):
-        with pytest.raises(ArenaBusyError, match=rf"\(pid {owner.pid}\); give this one its own arena_path"):
+        with pytest.raises(
+            ArenaBusyError, match=rf"\(pid {owner.pid}\); give this one its own arena_path"
+        ):
             refused()
     owner.kill()
     arena.check_owner()
@@ -460,7 +472,11 @@ def test_private_names_follow_from_the_engine(private):
 
 def test_sweep_removes_what_the_dead_left_and_nothing_else(private, child):
     paths = {name: private_arena_path(name) for name in ("live", "killed", "attached", "begun")}
-    others = [private / "kvferry-0-mine.arena", private / "other", private / f"kvferry-{os.geteuid()}-{'0' * 16}.arena.bak"]
+    others = [
+        private / "kvferry-0-mine.arena",
+        private / "other",
+        private / f"kvferry-{os.geteuid()}-{'0' * 16}.arena.bak",
+    ]
     for other in others:
         other.touch(0o600)
     link = private_arena_path("link")

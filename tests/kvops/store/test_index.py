@@ -81,11 +81,13 @@ class AgainstADictionary(RuleBasedStateMachine):
         tags = [self.arena.words[index.offset // 8 + 2 * n] for n in range(index.slots)]
         assert tags.count(1) == index.deleted
         assert tags.count(0) >= 1, "a search for what is not there would not end"
-        assert index.room == int(index.slots * MAX_LOAD) - index.used - index.deleted - index.promised
+        assert (
+            index.room == int(index.slots * MAX_LOAD) - index.used - index.deleted - index.promised
+        )
 
 
 TestAgainstADictionary = AgainstADictionary.TestCase
-TestAgainstADictionary.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestAgainstADictionary.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 
 def test_a_deleted_slot_before_an_empty_one_is_cleared():

@@ -202,7 +202,9 @@ def test_a_planted_file_is_refused(path, make, error, message):
 
 
 def test_a_folder_that_is_not_there_is_a_sentence(path):
-    with pytest.raises(ArenaSpaceError, match="must be a file that can be created .* No such file"):
+    with pytest.raises(
+        ArenaSpaceError, match=r"must be a file that can be created .* No such file"
+    ):
         memory.open_file(path.parent / "no" / "such.arena")
 
 
@@ -210,7 +212,9 @@ def test_a_folder_that_is_not_there_is_a_sentence(path):
 def test_somebody_elses_file_is_refused(path):
     path.touch(0o600)
     os.chown(path, 65534, 65534)
-    with pytest.raises(ArenaMismatchError, match="it belongs to user 65534, this process runs as 0"):
+    with pytest.raises(
+        ArenaMismatchError, match="it belongs to user 65534, this process runs as 0"
+    ):
         memory.open_file(path)
 
 
@@ -219,7 +223,9 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(path, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(memory.os, "open", refuse)
-    with pytest.raises(ArenaSpaceError, match="must be a file that can be created .* Permission denied"):
+    with pytest.raises(
+        ArenaSpaceError, match=r"must be a file that can be created .* Permission denied"
+    ):
         memory.open_file(path)
 
 

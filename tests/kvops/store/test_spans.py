@@ -1,5 +1,6 @@
 """Spans of slabs: never overlap, fit their frames, are read back as they were written."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -97,7 +98,7 @@ def test_a_frame_that_can_never_fit(frame_bytes):
     assert Spans(fake_arena()).slabs_for(size) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_spans_never_overlap_and_are_read_back(data):
     arena = fake_arena()
@@ -129,12 +130,15 @@ def test_spans_never_overlap_and_are_read_back(data):
         start = DATA + span.first * SLAB
         end = start + span.slabs * SLAB
         for header, frame in span.slots():
-            bounds += [(header, header + span.size.header_bytes), (frame, frame + span.size.frame_bytes)]
+            bounds += [
+                (header, header + span.size.header_bytes),
+                (frame, frame + span.size.frame_bytes),
+            ]
             assert header % 64 == 0
             assert (frame - DATA) % fmt.PAGE == 0
             assert start <= header < frame < frame + span.size.frame_bytes <= end
     bounds.sort()
-    assert all(end <= begin for (_, end), (begin, _) in zip(bounds, bounds[1:], strict=False))
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(bounds))
 
 
 def test_the_smallest_free_run_is_found():
@@ -160,7 +164,7 @@ def test_a_new_span_has_no_headers_of_another_time():
     assert not any(arena.buffer[again.headers : again.frames])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.integers(0, SLABS * fmt.SPAN_ENTRY_BYTES - 1), st.integers(1, 255))
 def test_any_flipped_byte_leaves_spans_that_fit(at, flip):
     arena = fake_arena()

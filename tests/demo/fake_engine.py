@@ -3,9 +3,9 @@
 from kvferry.demo.engine import Answer, EngineFailedError
 from kvferry.demo.measure import (
     EXTERNAL_HITS,
+    LOAD_FAILURES,
     LOADED_BYTES,
     LOADED_CHUNKS,
-    LOAD_FAILURES,
     OWN_HITS,
     STORED_BYTES,
     STORED_CHUNKS,

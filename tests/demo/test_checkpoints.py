@@ -90,7 +90,7 @@ def test_two_that_write_at_once_both_succeed(tmp_path, monkeypatch):
 def test_unknown_model_type_is_refused():
     from kvferry.demo.weights import make_weights
 
-    with pytest.raises(ValueError, match="model_type must be one of llama.*got gpt"):
+    with pytest.raises(ValueError, match=r"model_type must be one of llama.*got gpt"):
         make_weights({"model_type": "gpt"})
 
 

@@ -118,6 +118,7 @@ def _one_model(
             model=str(folder),
             dtype=checkpoint.dtype,
             block_size=checkpoint.block_size,
+            max_model_len=checkpoint.prompt_tokens + 2 * plan.max_tokens,
             kv_transfer_config=_kv_transfer_config(arena),
         )
         result = measure(plan, spec, arena, start, progress, seed)

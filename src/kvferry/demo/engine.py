@@ -26,6 +26,7 @@ from kvferry.kvops.errors import KVFerryError
 
 _LOG_LINES = 25
 _STOP_SECONDS = 20.0
+_MAX_THREADS = 16
 
 _ENVIRONMENT = {
     # both halves of the connector in one process, which also starts faster
@@ -80,7 +81,7 @@ class EngineSpec:
             else None,
             "max_model_len": self.max_model_len,
             # a prompt is one step, unless someone asks for less
-            "max_num_batched_tokens": max(8192, self.max_model_len),
+            "max_num_batched_tokens": max(2048, self.max_model_len),
             "kv_cache_memory_bytes": self.kv_cache_bytes,
             "skip_tokenizer_init": True,
             "enforce_eager": True,
@@ -121,7 +122,12 @@ class Engine:
     def __init__(self, spec: EngineSpec, log: Path, *, start_timeout_s: float = 300.0) -> None:
         self._log_path = log
         read_end, write_end = os.pipe()
-        environment = {**os.environ, **_ENVIRONMENT, **(spec.environment or {})}
+        environment = {
+            "OMP_NUM_THREADS": str(min(_MAX_THREADS, len(os.sched_getaffinity(0)))),
+            **os.environ,
+            **_ENVIRONMENT,
+            **(spec.environment or {}),
+        }
         command = [sys.executable, "-m", "kvferry.demo.engine_process", str(write_end)]
         with log.open("ab") as stream:
             self._process = subprocess.Popen(

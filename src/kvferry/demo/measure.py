@@ -30,6 +30,8 @@ LOAD_FAILURES = "kvferry:load_failures_total"
 STORE_SECONDS = 'kvferry:transfer_seconds_sum{direction="store"}'
 LOAD_SECONDS = 'kvferry:transfer_seconds_sum{direction="load"}'
 
+_WARM_TOKENS = 256
+
 Metrics = Mapping[str, float]
 Progress = Callable[[str], None]
 
@@ -162,7 +164,7 @@ def measure(
     """
     checkpoint = plan.checkpoint
     source = random.Random(f"{seed} {checkpoint.name}")
-    # one more than counts: it warms the engine up
+    # one more than counts: its beginning warms the engine up
     warm, *prompts = (
         [source.randrange(3, checkpoint.vocab_size) for _ in range(checkpoint.prompt_tokens)]
         for _ in range(plan.prompts + 1)
@@ -171,7 +173,7 @@ def measure(
     progress("starting an engine")
     with start(spec) as engine:
         ask = _Asker(engine, prompts, plan.max_tokens)
-        engine.generate([warm], max_tokens=2)
+        engine.generate([warm[:_WARM_TOKENS]], max_tokens=2)
         engine.settle()
         before = set(ready_blobs(arena))
         progress(f"cold: {plan.prompts} x {checkpoint.prompt_tokens} prompt tokens")
@@ -195,7 +197,7 @@ def measure(
     progress("starting a new engine process on the same arena")
     with start(spec) as engine:
         ask = _Asker(engine, prompts, plan.max_tokens)
-        engine.generate([warm[::-1]], max_tokens=2)
+        engine.generate([warm[-_WARM_TOKENS:]], max_tokens=2)
         progress("again, from kvferry")
         result.phases["new_process"] = ask()
         engine.settle()

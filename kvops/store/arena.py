@@ -94,7 +94,7 @@ class Arena:
         """Create the arena, or attach to the one that is there.
 
         Args:
-            path: a file on tmpfs or hugetlbfs; None takes anonymous memory that no other process can reach.
+            path: a file on tmpfs; None takes anonymous memory that no other process can reach.
             arena_bytes: its whole size in bytes, headers and index included; at least 16 MiB.
             session: name of the engine that the caller belongs to.
             populate: touch every page now rather than at first use.
@@ -161,7 +161,7 @@ class Arena:
         head = os.pread(fd, len(fmt.MAGIC), 0)
         if head in (b"", fmt.MAGIC_UNFINISHED):
             kind = memory.file_system_of(path)
-            if kind not in ("tmpfs", "hugetlbfs", "ramfs", "unknown"):
+            if kind not in ("tmpfs", "ramfs", "unknown"):
                 logger.warning(
                     "arena %s lies on %s, not on tmpfs: its pages will be written to disk behind our back",
                     path, kind,
@@ -185,7 +185,7 @@ class Arena:
     @staticmethod
     def _create(fd: int, where: str, arena_bytes: int, populate: bool) -> memory.Mapping:
         # says "not finished" before there is anything else, so that a dead creator's file is never taken for data
-        os.pwrite(fd, fmt.MAGIC_UNFINISHED, 0)
+        memory.begin(fd, fmt.MAGIC_UNFINISHED, where)
         memory.allocate(fd, arena_bytes, where)
         mapping = memory.Mapping(fd, arena_bytes, populate=populate)
         slab_bytes = fmt.slab_bytes_for(arena_bytes)

@@ -142,6 +142,20 @@ def _cgroup_files() -> list[tuple[Path, Path]]:
     return pairs
 
 
+def begin(fd: int, mark: bytes, where: str) -> None:
+    """Write the first bytes of a new file.
+
+    Raises:
+        ArenaSpaceError: there is not one page left, or this file system takes no writes (hugetlbfs).
+    """
+    try:
+        os.pwrite(fd, mark, 0)
+    except OSError as error:
+        raise ArenaSpaceError(
+            f"arena_path must be a file that can be written; got {where}: {error.strerror}"
+        ) from None
+
+
 def allocate(fd: int, num_bytes: int, where: str) -> None:
     """Give *fd* exactly *num_bytes*, all of them backed by memory (or disk blocks).
 

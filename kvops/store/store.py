@@ -23,6 +23,9 @@ from .putget import PutGet
 from .putget import Reserve as Reserve
 from .recovery import parts_ready
 
+LIFT_EVERY_STEPS = 256
+"""Steps between two looks for workers of an earlier engine, where frames wait for their end; a look is 0.1 ms."""
+
 
 class Lookup(enum.Enum):
     """Whether a chunk can be read."""
@@ -114,6 +117,8 @@ class Store(PutGet):
     def end_step(self) -> None:
         """Drop all provisional leases."""
         self.step += 1
+        if self._quarantine and self.step % LIFT_EVERY_STEPS == 0:
+            self._lift_quarantine()
 
     # --- writing -----------------------------------------------------------------------------------------------
 

@@ -246,6 +246,17 @@ with Arena.open(sys.argv[1] + "/first", 16 * MIB, session="s") as arena:
     Store.open(arena, namespace=b"n" * 16).put([b"k" * 20], [b"x" * 4096])
 assert refused("second", 16 * MIB)
 assert os.listdir(sys.argv[1]) == ["first"]
+# not one page left
+fd = os.open(sys.argv[1] + "/filler", os.O_RDWR | os.O_CREAT)
+try:
+    while os.write(fd, bytes(4096)):
+        pass
+except OSError:
+    pass
+assert refused("nothing", 16 * MIB)
+assert sorted(os.listdir(sys.argv[1])) == ["filler", "first"]
+os.unlink(sys.argv[1] + "/filler")
+os.close(fd)
 # a copy with holes takes little room, until somebody touches it
 subprocess.run(["cp", "--sparse=always", sys.argv[1] + "/first", sys.argv[1] + "/copy"], check=True)
 assert os.stat(sys.argv[1] + "/copy").st_blocks * 512 < MIB

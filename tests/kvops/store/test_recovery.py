@@ -9,7 +9,7 @@ from kvferry.kvops.store import format as fmt
 from kvferry.kvops.store import recovery
 from kvferry.kvops.store.arena import Arena
 from kvferry.kvops.store.frames import Frames
-from kvferry.kvops.store.store import Lookup, Store
+from kvferry.kvops.store.store import LIFT_EVERY_STEPS, Lookup, Store
 
 from .chunks import (
     ARENA_BYTES,
@@ -356,6 +356,16 @@ def test_a_quarantine_outlives_an_owner(open_store, path, old_engine):
     store, _ = open_store(path, session="fourth")
     assert store.stats()["quarantined_frames"] == 0
     assert give_all(store) >= {begun.header, told.header}
+
+
+def test_a_scheduler_that_only_steps_lifts_the_quarantine(open_store, path, old_engine):
+    worker_arena, *_ = old_engine
+    store, _ = open_store(path, session="new")
+    worker_arena.close()
+    for _ in range(LIFT_EVERY_STEPS):
+        store.end_step()
+    assert store.stats()["quarantined_frames"] == 0
+    audit(store)
 
 
 def test_a_worker_that_was_killed_is_no_stranger(open_store, path, child):

@@ -129,18 +129,23 @@ class Engine:
             **(spec.environment or {}),
         }
         command = [sys.executable, "-m", "kvferry.demo.engine_process", str(write_end)]
-        with log.open("ab") as stream:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                pass_fds=(write_end,),
-                env=environment,
-                # so that a kill reaches what the engine started
-                start_new_session=True,
-            )
-        os.close(write_end)
+        try:
+            with log.open("ab") as stream:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(write_end,),
+                    env=environment,
+                    # so that a kill reaches what the engine started
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
         self._read_end = read_end
         self._received = b""
         try:

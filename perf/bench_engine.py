@@ -1,6 +1,7 @@
 """What does kvferry cost an engine that never hits, and what does a hit save? Real vLLM, a model slow enough to matter.
 
     python -m perf.bench_engine --assert
+    python -m perf.bench_engine --chat      # what offload_prompt_only costs a conversation
 
 Throughput: the same new prompts (no hits) go to an engine without a connector and to one with kvferry, in turn; the
 ratio is taken pair by pair. Time to first token: a 4,000-token prompt is computed, then found in the engine's own prefix
@@ -40,6 +41,10 @@ ARENA = "2GiB"
 LEAST_THROUGHPUT = 0.97
 MOST_TTFT = 0.3
 MOST_STEPS = 2.0
+
+TURNS = 5
+TURN_TOKENS = 200
+ANSWER_TOKENS = 160
 LEAST_STEP_MS = 20.0
 
 
@@ -144,9 +149,47 @@ def first_token(
     return figures, statistics.median(steps), min(cached)
 
 
+def chat(checkpoint: Checkpoint, folder: Path) -> list[Figure]:
+    """Return the time to first token of the later turns of a conversation whose KV left the engine between turns.
+
+    The baseline stores prompts only, which is vLLM's default: the last answer is computed again in the next turn.
+    """
+    times: dict[str, list[float]] = {"prompt_only": [], "all_tokens": []}
+    tokens: dict[str, list[tuple[int, ...]]] = {name: [] for name in times}
+    for name in times:
+        spec = spec_of(checkpoint, connector=True, prompt_only=name == "prompt_only")
+        with Engine(spec, folder / f"{name}.log", start_timeout_s=300) as engine:
+            text: list[int] = []
+            missing = []
+            for turn in range(TURNS):
+                text += prompts_of(3000 + turn, 1, TURN_TOKENS, checkpoint.vocab_size)[0]
+                answer = engine.generate([text], max_tokens=ANSWER_TOKENS, timeout_s=600)[0]
+                tokens[name].append(answer.tokens)
+                if turn:
+                    times[name].append(answer.ttft_s * 1e6)
+                    missing.append(len(text) - answer.cached_tokens)
+                text += answer.tokens
+                engine.settle()
+                engine.reset()
+                print(f"{name}: turn {turn + 1} of {TURNS} done", file=sys.stderr, flush=True)
+            print(f"{name}: prompt tokens computed in turns 2 to {TURNS}: {missing}")
+    same = tokens["prompt_only"] == tokens["all_tokens"]
+    base = times["prompt_only"]
+    case = Case(
+        f"chat, TTFT of turns 2-{TURNS}", 0, 1, [Provider(name, lambda: None) for name in times]
+    )
+    return [
+        Figure(case, name, us, same, [a / b for a, b in zip(us, base, strict=True)])
+        for name, us in times.items()
+    ]
+
+
 def main() -> int:
     """Run the benchmark."""
     made = parser("bench_engine", __doc__)
+    made.add_argument(
+        "--chat", action="store_true", help="only the conversation with and without stored answers"
+    )
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     args = made.parse_args()
     checkpoint = CHECKPOINTS[MODEL]
@@ -158,6 +201,13 @@ def main() -> int:
         return 0
     rounds = rounds_of(args)
     print(headline())
+    if args.chat:
+        with tempfile.TemporaryDirectory() as name:
+            conversation = chat(checkpoint, Path(name))
+        print_table(conversation)
+        if args.csv:
+            write_csv(args.csv, "bench_engine", conversation)
+        return 0 if all(figure.match for figure in conversation) else 1
     with tempfile.TemporaryDirectory() as name:
         costs, step_ms = throughput(checkpoint, Path(name), rounds)
         saves, step_s, cached = first_token(

@@ -106,3 +106,15 @@ def layer_specs(kv_cache_spec: Any) -> Collection[Any]:
 
     specs: Collection[Any] = iter_layer_specs(kv_cache_spec)
     return specs
+
+
+def hash_block_tokens(kv_cache_config: Any) -> int | None:
+    """Return the tokens of one block hash; None before vLLM 0.31, where they follow from the groups' block sizes."""
+    tokens: int | None = getattr(kv_cache_config, "hash_block_size", None)
+    return tokens
+
+
+def cache_layout(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Return the name of the cache's layout, from wherever this version keeps it."""
+    name: str | None = getattr(kv_cache_config, "kv_cache_layout", None)
+    return name or getattr(vllm_config.cache_config, "kv_cache_layout", None)

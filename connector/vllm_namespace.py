@@ -55,11 +55,9 @@ def namespace_fields(
             "algorithm": str(cache.prefix_caching_hash_algo),
             # the engine seeds its hashes with this when set, with a constant or something random otherwise
             "seed": os.environ.get("PYTHONHASHSEED"),
-            "block_tokens": _plain(kv_cache_config.hash_block_size),
+            "block_tokens": _plain(compat.hash_block_tokens(kv_cache_config)),
         },
-        "layout": _plain(
-            kv_cache_config.kv_cache_layout or getattr(cache, "kv_cache_layout", None)
-        ),
+        "layout": _plain(compat.cache_layout(vllm_config, kv_cache_config)),
         "attention": _plain(getattr(vllm_config, "attention_config", None)),
         "device": _device_kind(),
         "groups": [

@@ -1,7 +1,7 @@
-"""What the tests do with a real engine, each in a process of its own: ``python engine_cases.py CASE JSON``.
+"""What the tests do with a real engine: ``python engine_cases.py CASE JSON``, or many cases with ``serve FD``.
 
-A case prints one line of JSON, its result, last. Engines run in this process (no engine core process), so that a case can
-reach into the store.
+A case ends with one line of JSON, its result. Engines run in this process (no engine core process), so that a case can
+reach into the store; several cases may share the process, one after the other, which saves importing vLLM for each.
 """
 
 import gc
@@ -9,6 +9,7 @@ import json
 import os
 import random
 import sys
+import traceback
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -23,6 +24,21 @@ MAX_TOKENS = 16
 def prompt(seed, length):
     source = random.Random(seed)
     return [source.randrange(3, 1000) for _ in range(length)]
+
+
+def metrics():
+    """Return our metrics of this process with their labels; of histograms the count."""
+    from prometheus_client import REGISTRY
+
+    found = {}
+    for metric in REGISTRY.collect():
+        for sample in metric.samples:
+            if sample.name.startswith("kvferry:") and not sample.name.endswith(
+                ("_bucket", "_created", "_sum")
+            ):
+                labels = [v for n, v in sample.labels.items() if n not in ("engine", "model_name")]
+                found["/".join([sample.name.removeprefix("kvferry:"), *labels])] = sample.value
+    return found
 
 
 class Engine:
@@ -56,6 +72,7 @@ class Engine:
             "disable_log_stats": False,
             **engine,
         }
+        self._before = metrics()
         self.llm = LLM(**settings)
 
     def run(self, *prompts, salt=None, max_tokens=MAX_TOKENS):
@@ -96,25 +113,9 @@ class Engine:
         return 0
 
     def metrics(self):
-        """Return our metrics with their labels, zero ones left out; of histograms the count."""
-        from prometheus_client import REGISTRY
-
-        found = {}
-        for metric in REGISTRY.collect():
-            for sample in metric.samples:
-                if sample.name.startswith("kvferry:") and not sample.name.endswith(
-                    ("_bucket", "_created", "_sum")
-                ):
-                    labels = [
-                        value
-                        for name, value in sample.labels.items()
-                        if name not in ("engine", "model_name")
-                    ]
-                    if sample.value:
-                        found["/".join([sample.name.removeprefix("kvferry:"), *labels])] = (
-                            sample.value
-                        )
-        return found
+        """Return what our metrics moved by since this engine began, by name and labels; zeros are left out."""
+        moved = {name: value - self._before.get(name, 0) for name, value in metrics().items()}
+        return {name: value for name, value in moved.items() if value}
 
     def leaks(self):
         stats = self.store.stats()
@@ -310,7 +311,8 @@ def ranks(model="llama"):
 LFM2 = {
     "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 128, "intermediate_size": 256,
     "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 1024, "norm_eps": 1e-5,
-    "max_position_embeddings": 2048, "rope_theta": 10000.0, "conv_L_cache": 3, "conv_bias": False, "block_multiple_of": 32,
+    "max_position_embeddings": 2048, "rope_theta": 10000.0, "conv_L_cache": 3, "conv_dim": 128, "conv_bias": False,
+    "block_dim": 128, "block_ff_dim": 256, "block_multiple_of": 32,
     "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False, "torch_dtype": "bfloat16",
     "layer_types": ["conv", "full_attention", "conv", "full_attention"], "bos_token_id": 1, "eos_token_id": 2,
     "tie_word_embeddings": True,
@@ -340,7 +342,30 @@ def refused(extra, transfer=None, model="llama"):
     return {"type": None}
 
 
+def answer(case, arguments):
+    """Run one case; return its result, or what went wrong."""
+    try:
+        return {"result": globals()[case](**arguments)}
+    except BaseException as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        gc.collect()
+
+
+def serve(fd):
+    """Answer cases that come as JSON lines on stdin, on the pipe *fd*."""
+    with os.fdopen(fd, "w") as pipe:
+        for line in sys.stdin:
+            case, arguments = json.loads(line)
+            pipe.write(json.dumps(answer(case, arguments)) + "\n")
+            pipe.flush()
+
+
 if __name__ == "__main__":
-    case, arguments = sys.argv[1], json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}")
-    result = globals()[case](**arguments)
-    print(json.dumps(result), flush=True)
+    if sys.argv[1] == "serve":
+        serve(int(sys.argv[2]))
+    else:
+        done = answer(sys.argv[1], json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
+        print(json.dumps(done), flush=True)
+        sys.exit("error" in done)

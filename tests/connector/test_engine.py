@@ -2,6 +2,8 @@
 
 import json
 import os
+import selectors
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +16,72 @@ CASES = Path(__file__).with_name("engine_cases.py")
 TIMEOUT_S = 600
 
 
-def run(case, **arguments):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, str(CASES), case, json.dumps(arguments)],
-        capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+class Worker:
+    """A process that runs cases one after the other; a new one takes over where a case ended it."""
+
+    def __init__(self, log):
+        self.log = log
+        self.process = None
+
+    def run(self, case, arguments):
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        self.process.stdin.write(json.dumps([case, arguments]).encode() + b"\n")
+        self.process.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.answers, selectors.EVENT_READ)
+            line = self.answers.readline() if selector.select(TIMEOUT_S) else b""
+        if not line:
+            self.stop()
+        answer = json.loads(line or b'{"error": "no answer"}')
+        assert "error" not in answer, (
+            f"{answer['error']}\n{self.log.read_text(errors='replace')[-4000:]}"
+        )
+        return answer["result"]
+
+    def start(self):
+        self.stop()
+        read_end, write_end = os.pipe()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(CASES), "serve", str(write_end)],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(write_end,), env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        os.close(write_end)
+        self.answers = os.fdopen(read_end, "rb", buffering=0)
+
+    def stop(self):
+        if self.process is not None:
+            self.process.stdin.close()
+            self.answers.close()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+            self.process = None
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+    worker = Worker(tmp_path_factory.mktemp("engine") / "engine.log")
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def run(worker):
+    return lambda case, **arguments: worker.run(case, arguments)
+
+
+@pytest.fixture
+def run_alone(tmp_path):
+    """Run a case in a process of its own: for engines that have processes below them."""
+    worker = Worker(tmp_path / "engine.log")
+    yield lambda case, **arguments: worker.run(case, arguments)
+    worker.stop()
 
 
 def assert_nothing_leaked(result):
@@ -38,7 +98,7 @@ MODELS = [
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
 @pytest.mark.parametrize(("model", "least"), MODELS)
-def test_what_was_computed_once_is_loaded_with_the_same_tokens(model, least, blocks_per_chunk):
+def test_what_was_computed_once_is_loaded_with_the_same_tokens(run, model, least, blocks_per_chunk):
     result = run("roundtrip", model=model, blocks_per_chunk=blocks_per_chunk)
     tokens = result["cold"]["tokens"]
     assert result["different"]["tokens"] != tokens
@@ -64,7 +124,9 @@ def test_what_was_computed_once_is_loaded_with_the_same_tokens(model, least, blo
         pytest.param("hybrid", 2, 1, 2, id="hybrid-full"),
     ],
 )
-def test_a_corrupt_chunk_is_found_once_and_computed_again(model, group, chunk, blocks_per_chunk):
+def test_a_corrupt_chunk_is_found_once_and_computed_again(
+    run, model, group, chunk, blocks_per_chunk
+):
     result = run(
         "corrupt", model=model, group=group, chunk=chunk, blocks_per_chunk=blocks_per_chunk
     )
@@ -82,28 +144,28 @@ def test_a_corrupt_chunk_is_found_once_and_computed_again(model, group, chunk, b
 
 
 @pytest.mark.parametrize("model", ["llama", "hybrid"])
-def test_a_failed_load_ends_the_request_where_that_is_asked_for(model):
+def test_a_failed_load_ends_the_request_where_that_is_asked_for(run, model):
     result = run("corrupt", model=model, group=0, chunk=0, policy="fail")
     assert result["loaded"]["finish"] == "error"
     assert result["again"]["tokens"] == result["cold"]["tokens"]
     assert_nothing_leaked(result)
 
 
-def test_a_hundred_random_flips_never_change_a_token():
+def test_a_hundred_random_flips_never_change_a_token(run):
     result = run("flips")
     assert result["same"] == 100
     assert result["metrics"]["load_failures_total/checksum"] > 50
     assert_nothing_leaked(result)
 
 
-def test_two_cache_salts_share_nothing():
+def test_two_cache_salts_share_nothing(run):
     result = run("salts")
     assert result["two"]["cached"] == 0
     assert result["back"]["cached"] >= 256
     assert result["one"]["tokens"] == result["two"]["tokens"] == result["back"]["tokens"]
 
 
-def test_an_arena_with_a_path_serves_the_next_engine_of_the_same_kind_only(tmp_path):
+def test_an_arena_with_a_path_serves_the_next_engine_of_the_same_kind_only(run, tmp_path):
     first, second, other_dtype, other_chunks = run("restart", path=str(tmp_path / "arena"))
     assert second["tokens"] == first["tokens"]
     assert second["cached"] >= 256
@@ -112,7 +174,7 @@ def test_an_arena_with_a_path_serves_the_next_engine_of_the_same_kind_only(tmp_p
     assert other_chunks["tokens"] == first["tokens"]
 
 
-def test_preempted_requests_get_the_same_tokens():
+def test_preempted_requests_get_the_same_tokens(run):
     result = run("preempted")
     assert result["preemptions"] > 0
     assert result["hits"] > 0
@@ -121,20 +183,20 @@ def test_preempted_requests_get_the_same_tokens():
     assert_nothing_leaked(result)
 
 
-def test_under_the_multi_connector_statistics_work_too():
+def test_under_the_multi_connector_statistics_work_too(run):
     result = run("multi")
     assert result["loaded"]["tokens"] == result["cold"]["tokens"]
     assert result["hits"] >= 256
 
 
-def test_it_is_known_by_its_name_alone():
+def test_it_is_known_by_its_name_alone(run):
     result = run("by_name")
     assert result["loaded"]["tokens"] == result["cold"]["tokens"]
     assert result["loaded"]["cached"] >= 256
 
 
-def test_two_ranks_each_keep_their_part_and_one_bad_part_spoils_the_chunk():
-    result = run("ranks")
+def test_two_ranks_each_keep_their_part_and_one_bad_part_spoils_the_chunk(run_alone):
+    result = run_alone("ranks")
     assert result["loaded"]["tokens"] == result["corrupted"]["tokens"] == result["cold"]["tokens"]
     assert result["other"]["tokens"] != result["cold"]["tokens"]
     assert result["loaded"]["cached"] == 384
@@ -143,7 +205,7 @@ def test_two_ranks_each_keep_their_part_and_one_bad_part_spoils_the_chunk():
     assert_nothing_leaked(result)
 
 
-def test_a_model_with_recurrent_state_starts_with_the_tier_off():
+def test_a_model_with_recurrent_state_starts_with_the_tier_off(run):
     result = run("recurrent")
     assert result["connector"] == "IdleConnector"
     assert result["first"] == result["second"]
@@ -192,7 +254,7 @@ PLAIN = {
         pytest.param({}, PLAIN, "UnsupportedEngineError", "KVFerryConnector", id="plain-connector"),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_one_sentence(extra, transfer, kind, says):
+def test_what_cannot_be_served_is_refused_with_one_sentence(run, extra, transfer, kind, says):
     result = run("refused", extra=extra, transfer=transfer)
     assert result["type"] == kind
     assert says in result["message"]

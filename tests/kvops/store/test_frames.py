@@ -295,6 +295,7 @@ def test_what_a_new_worker_finds_is_noticed(open_store, path):
         arena.attach()
         second = Frames(arena, 0)
         store.lease(frames[1:])
+        assert store.lookup(keys(3)) == [Lookup.MISS, Lookup.HIT, Lookup.HIT]
         flip(store, frames[1])
         assert load(second, frames[1]) is None
         assert store.lookup(keys(3)) == [Lookup.MISS, Lookup.MISS, Lookup.HIT]

@@ -38,19 +38,20 @@ class AgainstADictionary(RuleBasedStateMachine):
         base = self.arena.words[fmt.INDEX_OFFSET_WORD] // 8
         return set(reader._places(tag, base, self.arena.words[fmt.INDEX_SLOTS_WORD] - 1))
 
-    @precondition(lambda self: not self.index.is_full)
-    @rule(tag=st.integers(2, 40))
-    def insert(self, tag):
-        self.index.insert(tag, self.next_place)
-        self.entries.add((tag, self.next_place))
-        self.next_place += 1
+    @rule(tags=st.lists(st.integers(2, 40), min_size=1, max_size=6))
+    def insert(self, tags):
+        for tag in tags:
+            if self.index.is_full:
+                return
+            self.index.insert(tag, self.next_place)
+            self.entries.add((tag, self.next_place))
+            self.next_place += 1
 
-    @precondition(lambda self: self.entries)
-    @rule(data=st.data())
-    def remove(self, data):
-        entry = data.draw(st.sampled_from(sorted(self.entries)))
-        assert self.index.remove(*entry)
-        self.entries.remove(entry)
+    @rule(pick=st.randoms(use_true_random=False), count=st.integers(1, 4))
+    def remove(self, pick, count):
+        for entry in pick.sample(sorted(self.entries), min(count, len(self.entries))):
+            assert self.index.remove(*entry)
+            self.entries.remove(entry)
 
     @rule(tag=st.integers(2, 40))
     def remove_what_is_not_there(self, tag):
@@ -66,8 +67,10 @@ class AgainstADictionary(RuleBasedStateMachine):
     def keep_a_promise(self):
         self.index.promise(-1)
 
-    @rule(grow=st.booleans())
-    def rebuild(self, grow):
+    @rule(grow=st.booleans(), often=st.integers(0, 4))
+    def rebuild(self, grow, often):
+        if often:
+            return
         place = SECOND if self.index.offset == FIRST else FIRST
         slots = LARGE if grow else max(SMALL, self.index.slots)
         self.index.rebuild(sorted(self.entries), place if grow else self.index.offset, slots)

@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvferry.kvops.config import Config
@@ -41,10 +44,12 @@ class KVFerryConnector(OffloadingConnector):
         if not has_state_groups(kv_cache_config):
             return super().__new__(cls)
         read_settings(vllm_config.kv_transfer_config)
-        logger.warning(
-            "kvferry is OFF: this model keeps recurrent state (Mamba or the like), which kvferry does not store yet; "
-            "the engine runs as if it had no connector"
-        )
+        # once, not again for each rank
+        if role is KVConnectorRole.SCHEDULER:
+            logger.warning(
+                "kvferry is OFF: this model keeps recurrent state (Mamba or the like), which kvferry does not store yet; "
+                "the engine runs as if it had no connector"
+            )
         return IdleConnector(vllm_config, role, kv_cache_config)
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

@@ -331,6 +331,13 @@ class Model(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "store"):
             return
+        try:
+            self.let_everything_go()
+        finally:
+            self.arena.close()
+            self.folder.cleanup()
+
+    def let_everything_go(self):
         for job in self.stores + self.stale + self.loads:
             frame = job.frame
             for rank in sorted(job.waiting):
@@ -343,8 +350,6 @@ class Model(RuleBasedStateMachine):
         assert self.store.reap() == 0, "frames in flight at a reset leak"
         drain(self.store)
         assert self.arena.writes_in_flight() == 0
-        self.arena.close()
-        self.folder.cleanup()
 
 
 TestStoreModel = Model.TestCase

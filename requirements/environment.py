@@ -188,7 +188,9 @@ class Environment:
         pip = [self.python, "-m", "pip", "install", "--disable-pip-version-check"]
         # byte code is made at the end on all cores; pip uses one
         pip.append("--no-compile")
-        self.mark("byte code", "")
+        # an editable install puts no code into the environment
+        if name != "kvferry":
+            self.mark("byte code", "")
         run(step, pip + ([] if sys.stdout.isatty() else ["--quiet"]) + arguments)
         self.mark(name, digest)
 

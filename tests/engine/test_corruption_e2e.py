@@ -149,7 +149,7 @@ def test_verification_is_what_finds_it(start, arena):
     with start("llama", extra=off) as engine:
         (cold,) = ask(engine, question)
         for blob in ready_blobs(arena):
-            for position in range(1, blob.size, 64):
+            for position in range(2, blob.size, 64):
                 flip_byte(arena, blob, position)
         engine.reset()
         (wrong,) = ask(engine, question)

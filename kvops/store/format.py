@@ -123,8 +123,8 @@ HEADER_BODY = struct.Struct("<36s16sIQQIIBBH")
 
 PART = struct.Struct("<HBBIQQQ")
 CHECK = struct.Struct("<I")
-CHECK_AND_PART = struct.Struct("<IHBBIQQQ")
-"""The check word of a header and its first part, which follows it."""
+BODY_CHECK_AND_PART = struct.Struct("<84sIHBBIQQQ")
+"""A header's packed body, its check word, and its first part: everything behind the state word."""
 
 PLACE_GENERATION_BITS = 24
 PLACE_GENERATION_MASK = (1 << PLACE_GENERATION_BITS) - 1

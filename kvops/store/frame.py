@@ -31,7 +31,7 @@ class Slot:
 class SizeClass:
     """All frames of one size: where free ones are, and in which order the ready ones go."""
 
-    __slots__ = ("free", "policy", "size", "spans", "victims_since_look")
+    __slots__ = ("barren_at", "free", "policy", "size", "spans", "victims_since_look")
 
     def __init__(self, size: "SizeKey", policy: "Policy") -> None:
         self.size = size
@@ -39,6 +39,8 @@ class SizeClass:
         self.free: list[Slot] = []
         self.spans: list[Span] = []
         self.victims_since_look = 0
+        # value of Space.changes at which nothing could be given up
+        self.barren_at = -1
 
 
 class Frame:
@@ -54,11 +56,12 @@ class Frame:
         leases: loads that hold it now. reads: loads that were ever granted in this life.
         step: the frame is held until the end of this scheduler step.
         tick: when it was last used; compares only.
+        entries: how often it stands in its policy's queue.
         is_ready: may be read. is_writing: reserved, and neither committed nor aborted. Neither: found corrupt, or gone.
     """
 
     __slots__ = (
-        "blob_bytes", "is_ready", "is_writing", "key", "leases", "namespace", "reads", "ready", "slot", "step",
+        "blob_bytes", "entries", "is_ready", "is_writing", "key", "leases", "namespace", "reads", "ready", "slot", "step",
         "tag", "tick", "word",
     )  # fmt: skip
 
@@ -76,6 +79,7 @@ class Frame:
         self.tick = tick
         self.is_ready = is_ready
         self.is_writing = not is_ready
+        self.entries = 0
         self.leases = 0
         self.reads = 0
         self.step = -1

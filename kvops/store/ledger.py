@@ -106,6 +106,7 @@ class Ledger:
     def _publish(self, frame: Frame) -> None:
         frame.is_writing = False
         frame.is_ready = True
+        self._space.changes += 1
         self._words[frame.word] = frame.ready
         self._index.insert(frame.tag, frame.place)
         self._tick += 1
@@ -137,6 +138,7 @@ class Ledger:
     def _give_back(self, frame: Frame) -> None:
         frame.is_writing = frame.is_ready = False
         self._space.held.discard(frame)
+        self._space.changes += 1
         self._words[frame.word] = frame.generation << 8
         frame.slot.size_class.free.append(frame.slot)
 

@@ -15,9 +15,9 @@ Blob = bytes | bytearray | memoryview
 """What holds the bytes of a blob; numpy arrays and tensors' numpy views do as well."""
 
 # looked up once: put calls them for every blob
-pack_body, pack_part, xxh32 = (
+pack_body, pack_header, xxh32 = (
     fmt.HEADER_BODY.pack,
-    fmt.CHECK_AND_PART.pack_into,
+    fmt.BODY_CHECK_AND_PART.pack_into,
     xxhash.xxh32_intdigest,
 )
 _MAGIC, _VERSION = fmt.HEADER_MAGIC, fmt.FORMAT_VERSION
@@ -88,14 +88,13 @@ class PutGet(Ledger):
                 continue
             self._generation = generation = self._generation + 1
             word, header, offset = slot.word, slot.header, slot.offset
-            words[word] = generation << 8 | 1
+            # free until the last step: a crash on the way leaves nothing behind
             buffer[offset : offset + size] = data
             body = pack_body(
                 key, namespace, tokens, offset, size, now, _MAGIC, _VERSION, len(key), 1
             )
-            buffer[header + 8 : header + 92] = body
-            pack_part(
-                buffer, header + 92, xxh32(body), 0, 1, algorithm, 0, 0, size, digest(data) if algorithm else 0
+            pack_header(
+                buffer, header + 8, body, xxh32(body), 0, 1, algorithm, 0, 0, size, digest(data) if algorithm else 0
             )  # fmt: skip
             ready = generation << 8 | 2
             tag = digest(namespace + key)

@@ -32,6 +32,8 @@ class Space:
         self._new_policy = new_policy
         self._evict = evict
         self._is_held = is_held
+        # moves whenever something that was held may no longer be
+        self.changes = 0
         # in use and in no policy: being written, or left over from before a reset
         self.held: set[Frame] = set()
         self.quarantined: set[Span] = set()
@@ -55,11 +57,14 @@ class Space:
 
     def take(self, size_class: SizeClass) -> Slot | None:
         """Return a free place, giving something up if need be; None if everything is held."""
-        free = size_class.free
-        while not free:
+        if not size_class.free and size_class.barren_at == self.changes:
+            # looked through in vain, and nothing was let go of since
+            return None
+        while not size_class.free:
             if not (self._grow(size_class) or self._give_up(size_class)):
+                size_class.barren_at = self.changes
                 return None
-        return free.pop()
+        return size_class.free.pop()
 
     def take_slabs(self, slabs: int, *, evict: bool) -> Span | None:
         """Return a span of *slabs* slabs for an index, or None."""
@@ -89,7 +94,7 @@ class Space:
         ][::-1]
 
     def _give_up(self, size_class: SizeClass) -> bool:
-        own = next((f for f in size_class.policy.candidates() if not self._is_held(f)), None)
+        own = size_class.policy.victim(self._is_held)
         size_class.victims_since_look += 1
         if own is None or (len(self.classes) > 1 and size_class.victims_since_look >= LOOK_EVERY):
             size_class.victims_since_look = 0
@@ -127,7 +132,7 @@ class Space:
         for size_class in self.classes.values():
             if size_class is asking:
                 continue
-            for frame in size_class.policy.candidates():
+            for frame in size_class.policy.frames():
                 total = totals.get(frame.slot.span)
                 if total is None:
                     continue
@@ -149,10 +154,11 @@ class Space:
             mine = [span for span in size_class.spans if span in spans]
             if not mine:
                 continue
-            for frame in [f for f in size_class.policy.candidates() if f.slot.span in spans]:
+            for frame in [f for f in size_class.policy.frames() if f.slot.span in spans]:
                 self._evict(frame)
             size_class.free = [s for s in size_class.free if s.span not in spans]
             size_class.spans = [s for s in size_class.spans if s not in spans]
         for span in spans:
             self.spans.free(span)
+        self.changes += 1
         return first

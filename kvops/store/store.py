@@ -117,6 +117,7 @@ class Store(PutGet):
     def end_step(self) -> None:
         """Drop all provisional leases."""
         self.step += 1
+        self._space.changes += 1
         if self._quarantine and self.step % LIFT_EVERY_STEPS == 0:
             self._lift_quarantine()
 
@@ -232,6 +233,7 @@ class Store(PutGet):
             if frame.leases or frame not in self._leased:
                 continue
             self._leased.discard(frame)
+            self._space.changes += 1
             if frame in self._orphans:
                 self._free_orphan(frame)
             elif self._words[frame.word] != frame.ready:

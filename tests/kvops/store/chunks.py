@@ -73,7 +73,7 @@ def audit(store):
     for size, size_class in space.classes.items():
         assert all(slot.span.size == size for slot in size_class.free)
         free += size_class.free
-        ready += size_class.policy.candidates()
+        ready += size_class.policy.frames()
     held, quarantine = list(space.held), list(store._quarantine)
     places = [*free, *(frame.slot for frame in ready + held), *quarantine]
     assert sorted(slot.header for slot in places) == sorted(everywhere), (

@@ -109,7 +109,7 @@ def test_places_in_the_arena():
     """0 superblock, 4096 attach table, 8192 span table."""
     assert fmt.SUPERBLOCK_BYTES == fmt.ATTACH_OFFSET == 4096
     assert fmt.ATTACH_OFFSET + fmt.ATTACH_SLOTS * fmt.ATTACH_BYTES == fmt.SPAN_TABLE_OFFSET == 8192
-    assert fmt.CHECK_AND_PART.size == fmt.CHECK.size + fmt.PART.size
+    assert fmt.BODY_CHECK_AND_PART.size == fmt.HEADER_BODY.size + fmt.CHECK.size + fmt.PART.size
     assert 8 + fmt.HEADER_BODY.size == fmt.HEADER_CHECK
     assert fmt.HEADER_BLOB_WORD * 8 % 8 == fmt.HEADER_FIXED_BYTES % 8 == fmt.PART_BYTES % 8 == 0
 

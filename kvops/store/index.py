@@ -32,15 +32,20 @@ class Index:
         self.slots = self._words[fmt.INDEX_SLOTS_WORD]
         self._base = self.offset // 8
         self._mask = self.slots - 1
-        self.used = 0
+        self._limit = int(self.slots * MAX_LOAD)
         self.deleted = 0
         # insertions until it should be rebuilt; may be negative
-        self.room = int(self.slots * MAX_LOAD) - self.promised
+        self.room = self._limit - self.promised
+
+    @property
+    def used(self) -> int:
+        """Slots that point somewhere."""
+        return self._limit - self.room - self.deleted - self.promised
 
     @property
     def is_full(self) -> bool:
         """Whether one more insertion or promise could leave no empty slot, at which searches end."""
-        return self.used + self.deleted + self.promised >= self.slots - 1
+        return self._limit - self.room >= self.slots - 1
 
     def promise(self, count: int) -> None:
         """Set room for *count* insertions aside (negative: give it back), for frames that are not ready yet."""
@@ -49,19 +54,25 @@ class Index:
 
     def insert(self, tag: int, place: int) -> None:
         """Add a slot; the caller knows that the key is not in the index and that there is room."""
-        words, base, mask = self._words, self._base, self._mask
-        slot = tag & mask
-        word = base + 2 * slot
-        while words[word] > _DELETED:
-            slot = (slot + 1) & mask
-            word = base + 2 * slot
-        if words[word] == _DELETED:
-            self.deleted -= 1
-        else:
-            self.room -= 1
+        words = self._words
+        word = self._base + 2 * (tag & self._mask)
+        if words[word]:
+            word = self._usable(tag)
         words[word + 1] = place
         words[word] = tag
-        self.used += 1
+        self.room -= 1
+
+    def _usable(self, tag: int) -> int:
+        """Return the word of the first slot on the way of *tag* that is empty or deleted."""
+        words, base, mask = self._words, self._base, self._mask
+        slot = tag & mask
+        while words[base + 2 * slot] > _DELETED:
+            slot = (slot + 1) & mask
+        if words[base + 2 * slot] == _DELETED:
+            # it was counted when it was filled first
+            self.deleted -= 1
+            self.room += 1
+        return base + 2 * slot
 
     def remove(self, tag: int, place: int) -> bool:
         """Delete the slot of *tag* that points to *place*; return whether there was one."""
@@ -74,7 +85,6 @@ class Index:
         else:
             return False
         words[base + 2 * slot] = _DELETED
-        self.used -= 1
         self.deleted += 1
         # a deleted slot before an empty one separates nothing
         if words[base + 2 * ((slot + 1) & mask)] == _EMPTY:

@@ -9,7 +9,7 @@ import xxhash
 
 from . import format as fmt
 from .arena import Arena
-from .checksum import CHECKSUM_WORD, Verify, empty_parts
+from .checksum import Algorithm, Verify, empty_parts
 from .frame import Frame, SizeClass, Slot
 from .index import MAX_LOAD, Index
 from .policy import POLICIES
@@ -36,6 +36,8 @@ class Ledger:
              "discarded", "resets"), 0,
         )  # fmt: skip
         self._verify = verify
+        self._is_sampling = verify is not Verify.ALWAYS
+        self._algorithm = int(Algorithm.NONE if verify is Verify.OFF else Algorithm.XXH3_64)
         self._words = arena.words
         self._buffer = arena.buffer
         self._by_namespace: dict[bytes, dict[bytes, Frame]] = {namespace: {}}
@@ -48,10 +50,10 @@ class Ledger:
         self._bad_words: list[int] = []
         self._bad_seen = 0
         self._attach_seen = -1
-        self._tick = 0
         self._reads = 0
         self._plans: dict[int, tuple[SizeClass, bytes]] = {}
-        self._generation = arena.take_ownership() << fmt.GENERATION_COUNT_BITS
+        # one count for generations, which must never repeat, and for the order of uses
+        self._clock = arena.take_ownership() << fmt.GENERATION_COUNT_BITS
         self._space = Space(arena, POLICIES[eviction], self._evict, self._is_held)
         first_index = fmt.round_up(
             arena.span_table + arena.slab_count * fmt.SPAN_ENTRY_BYTES, fmt.PAGE
@@ -75,23 +77,27 @@ class Ledger:
         return plan
 
     def _claim(self, key: bytes, size_class: SizeClass, blob_bytes: int) -> Frame | None:
-        if self._index.room <= 0:
-            self._grow_index()
-        slot = None
-        if not self._index.is_full:
-            slot = size_class.free.pop() if size_class.free else self._space.take(size_class)
+        slot = self._find_slot(size_class)
         if slot is None:
             self.counts["no_room"] += 1
             return None
-        self._generation += 1
+        self._clock += 1
         namespace = self.namespace
-        ready = self._generation << 8 | fmt.State.READY
+        ready = self._clock << 8 | fmt.State.READY
         tag = fmt.key_tag(namespace, key)
         frame = Frame(key, namespace, slot, blob_bytes, ready, tag, 0, False)
         self._index.promise(1)
-        self._words[slot.word] = self._generation << 8 | fmt.State.WRITING
+        self._words[slot.word] = self._clock << 8 | fmt.State.WRITING
         self.frames[key] = frame
         return frame
+
+    def _find_slot(self, size_class: SizeClass) -> Slot | None:
+        """Return a place that is free now; None if there is none, or no room in the index."""
+        if self._index.room <= 0:
+            self._grow_index()
+        if self._index.is_full:
+            return None
+        return size_class.free.pop() if size_class.free else self._space.take(size_class)
 
     def _write_header(self, frame: Frame, tokens: int, now: int, parts: bytes) -> None:
         body = fmt.HEADER_BODY.pack(
@@ -109,8 +115,7 @@ class Ledger:
         self._space.changes += 1
         self._words[frame.word] = frame.ready
         self._index.insert(frame.tag, frame.place)
-        self._tick += 1
-        frame.tick = self._tick
+        self._clock = frame.tick = self._clock + 1
         frame.slot.size_class.policy.add(frame)
 
     def _is_held(self, frame: Frame) -> bool:
@@ -147,15 +152,13 @@ class Ledger:
         self._leased.discard(frame)
         self._give_back(frame)
 
-    def _is_intact(self, frame: Frame, copied: memoryview) -> bool:
+    def _is_sampled(self) -> bool:
         self._reads += 1
-        if not self._verify.wants(self._reads):
-            return True
-        self.counts["verified"] += 1
-        checksum = self._words[frame.word + CHECKSUM_WORD]
-        if self._buffer[frame.header + fmt.HEADER_FIXED_BYTES + 3] == 0:
-            return True
-        if checksum == xxhash.xxh3_64_intdigest(copied):
+        return self._verify.wants(self._reads)
+
+    def _is_unchecked(self, frame: Frame) -> bool:
+        """Say whether *frame*, whose checksum does not match, has none; otherwise it is found corrupt."""
+        if self._buffer[frame.header + fmt.HEADER_FIXED_BYTES + 3] == Algorithm.NONE:
             return True
         self._words[frame.word] = frame.generation << 8 | fmt.State.BAD
         frame.is_ready = False
@@ -255,9 +258,9 @@ class Ledger:
         for part in range(found.parts):
             word = (found.header + fmt.HEADER_FIXED_BYTES + part * fmt.PART_BYTES) // 8
             self._words[word] &= 0xFFFF_FFFF
-        self._generation += 1
+        self._clock += 1
         tag = fmt.key_tag(found.namespace, found.key)
-        ready = self._generation << 8 | fmt.State.READY
+        ready = self._clock << 8 | fmt.State.READY
         frame = Frame(found.key, found.namespace, slot, found.blob_bytes, ready, tag, 0, False)
         frames[found.key] = frame
         self._publish(frame)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import xxhash
 
 from . import format as fmt
-from .checksum import Verify
-from .frame import Frame
+from .checksum import CHECKSUM_WORD
+from .frame import Frame, Slot
 from .ledger import Ledger
 
 Blob = bytes | bytearray | memoryview
@@ -21,6 +21,7 @@ pack_body, pack_header, xxh32 = (
     xxhash.xxh32_intdigest,
 )
 _MAGIC, _VERSION = fmt.HEADER_MAGIC, fmt.FORMAT_VERSION
+_KEY_MIN, _KEY_MAX = fmt.KEY_BYTES_MIN, fmt.KEY_BYTES_MAX
 
 
 class Reserve(enum.Enum):
@@ -57,39 +58,43 @@ class PutGet(Ledger):
                 f"put needs one part and a blob for each key; got {self.parts} parts, {len(keys)} keys, "
                 f"{len(blobs)} blobs"
             )
-        fmt.check_tokens(tokens)
+        if tokens:
+            fmt.check_tokens(tokens)
         buffer, words, frames, plans = self._buffer, self._words, self.frames, self._plans
         index, namespace = self._index, self.namespace
         digest = xxhash.xxh3_64_intdigest
-        algorithm = 0 if self._verify is Verify.OFF else 1
+        algorithm = self._algorithm
         now = int(time.time())
         out: list[bool | Reserve] = []
         # the steps of reserve, copy and commit in one loop: the calls between them would cost as much as they do
         for key, blob in zip(keys, blobs, strict=True):
-            data = blob if type(blob) is bytes else memoryview(blob).cast("B")
-            size = len(data)
+            data = blob if isinstance(blob, bytes | memoryview) else memoryview(blob)
+            size = data.nbytes if isinstance(data, memoryview) else len(data)
             plan = plans.get(size) or self._plan(size)
-            if not fmt.KEY_BYTES_MIN <= len(key) <= fmt.KEY_BYTES_MAX:
+            if not _KEY_MIN <= len(key) <= _KEY_MAX:
                 fmt.check_key(key)
             there = frames.get(key)
-            known = None if there is None else self._existing(there)
-            if known is not None:
-                out.append(known)
-                continue
-            if index.room <= 0:
-                self._grow_index()
+            if there is not None:
+                known = self._existing(there)
+                if known is not None:
+                    out.append(known)
+                    continue
             slot = None
-            if plan is not None and not (index.room <= 0 and index.is_full):
+            if plan is not None:
                 free = plan[0].free
-                slot = free.pop() if free else self._space.take(plan[0])
+                slot = free.pop() if free and index.room > 0 else self._find_slot(plan[0])
             if slot is None:
                 self.counts["no_room"] += 1
                 out.append(Reserve.NO_ROOM)
                 continue
-            self._generation = generation = self._generation + 1
-            word, header, offset = slot.word, slot.header, slot.offset
+            self._clock = generation = self._clock + 1
+            header, offset = slot.header, slot.offset
             # free until the last step: a crash on the way leaves nothing behind
-            buffer[offset : offset + size] = data
+            try:
+                buffer[offset : offset + size] = data
+            except (ValueError, NotImplementedError):
+                data = self._flatten(data, slot)
+                buffer[offset : offset + size] = data
             body = pack_body(
                 key, namespace, tokens, offset, size, now, _MAGIC, _VERSION, len(key), 1
             )
@@ -100,9 +105,8 @@ class PutGet(Ledger):
             tag = digest(namespace + key)
             if tag < 2:
                 tag = 2
-            self._tick = tick = self._tick + 1
-            frame = Frame(key, namespace, slot, size, ready, tag, tick, True)
-            words[word] = ready
+            frame = Frame(key, namespace, slot, size, ready, tag, generation, True)
+            words[slot.word] = ready
             index.insert(tag, slot.place | generation & 0xFFFFFF)
             slot.size_class.policy.add(frame)
             frames[key] = frame
@@ -125,27 +129,48 @@ class PutGet(Ledger):
                 f"get needs one part and a buffer for each key; got {self.parts} parts, {len(keys)} keys, "
                 f"{len(out)} buffers"
             )
-        buffer, get = self._buffer, self.frames.get
+        buffer, words, get = self._buffer, self._words, self.frames.get
+        digest, sampled = xxhash.xxh3_64_intdigest, self._is_sampling
         done = []
+        checked = 0
         for key, target in zip(keys, out, strict=True):
             frame = get(key)
             if frame is None or not frame.is_ready:
                 done.append(False)
                 continue
-            size = frame.blob_bytes
-            view = memoryview(target)
+            size, slot = frame.blob_bytes, frame.slot
+            view = target if type(target) is memoryview else memoryview(target)
             if view.nbytes != size:
                 raise ValueError(
                     f"out must be {size} bytes for key {key.hex()[:12]}; got {view.nbytes}"
                 )
-            if view.format != "B" or view.ndim != 1:
+            blob = buffer[slot.offset : slot.offset + size]
+            try:
+                view[:] = blob
+            except (ValueError, NotImplementedError):
+                # another item type than bytes, or several dimensions
                 view = view.cast("B")
-            view[:] = buffer[frame.offset : frame.offset + size]
-            self._tick += 1
-            frame.tick = self._tick
-            frame.slot.size_class.policy.touch(frame)
-            done.append(self._verify is Verify.OFF or self._is_intact(frame, view))
+                view[:] = blob
+            self._clock = frame.tick = self._clock + 1
+            slot.size_class.policy.touch(frame)
+            if sampled and not self._is_sampled():
+                done.append(True)
+                continue
+            checked += 1
+            # what was copied is checked, not what was there: it is in the cache, and it is what the caller gets
+            same = words[slot.word + CHECKSUM_WORD] == digest(view)
+            done.append(same or self._is_unchecked(frame))
+        if checked:
+            self.counts["verified"] += checked
         return done
+
+    def _flatten(self, blob: Blob, slot: Slot) -> memoryview:
+        """Return *blob* as plain bytes; if it is not contiguous, *slot* is free again and a TypeError is raised."""
+        try:
+            return memoryview(blob).cast("B")
+        except TypeError:
+            slot.size_class.free.append(slot)
+            raise
 
     def _existing(self, frame: Frame) -> Reserve | None:
         """Say why *frame* stands in the way of a reservation; None if it is gone now."""
@@ -153,8 +178,7 @@ class PutGet(Ledger):
             return Reserve.PENDING
         if frame.is_ready:
             # what was offered again must not be evicted for its neighbours
-            self._tick += 1
-            frame.tick = self._tick
+            self._clock = frame.tick = self._clock + 1
             frame.slot.size_class.policy.touch(frame)
             return Reserve.EXISTS
         if frame.leases:

@@ -35,6 +35,9 @@ class Lookup(enum.Enum):
     MISS = "miss"
 
 
+_HIT, _PENDING, _MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
+
+
 class Store(PutGet):
     """The chunks of one arena, seen by its owner. Made by :meth:`open`.
 
@@ -81,14 +84,18 @@ class Store(PutGet):
 
     def lookup(self, keys: Iterable[bytes]) -> list[Lookup]:
         """Return for each key whether its chunk can be read now, is being written, or is not there."""
-        self.notice_bad()
-        get = self.frames.get
-        hit, pending, miss = Lookup.HIT, Lookup.PENDING, Lookup.MISS
+        frames, leased = self.frames, self._leased
+        if leased:
+            self.notice_bad()
+        if not self._space.held and (not leased or all(frame.is_ready for frame in leased)):
+            # every frame that has a key is ready: no need to touch it
+            return [_HIT if key in frames else _MISS for key in keys]
+        get = frames.get
         return [
-            miss if (f := get(key)) is None
-            else hit if f.is_ready
-            else pending if f.is_writing
-            else miss
+            _MISS if (f := get(key)) is None
+            else _HIT if f.is_ready
+            else _PENDING if f.is_writing
+            else _MISS
             for key in keys
         ]  # fmt: skip
 
@@ -110,8 +117,7 @@ class Store(PutGet):
         for key in keys:
             frame = get(key)
             if frame is not None and not frame.is_writing:
-                self._tick += 1
-                frame.tick = self._tick
+                self._clock = frame.tick = self._clock + 1
                 frame.slot.size_class.policy.touch(frame)
 
     def end_step(self) -> None:

@@ -15,6 +15,10 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# threads that spin while they wait slow everything down where there are few cores
+os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("KMP_BLOCKTIME", "0")
 
 from kvferry.demo.checkpoints import CHECKPOINTS, ensure_checkpoint
 
@@ -72,8 +76,9 @@ class Engine:
             "disable_log_stats": False,
             **engine,
         }
-        self._before = metrics()
         self.llm = LLM(**settings)
+        # the engine declares its metrics anew, or goes on counting in those of the engine before it
+        self._before = metrics()
 
     def run(self, *prompts, salt=None, max_tokens=MAX_TOKENS):
         from vllm import SamplingParams

@@ -61,9 +61,11 @@ class KVFerryConnector(OffloadingConnector):
         transfer_config.kv_load_failure_policy = settings.on_load_failure
         with handing_over(Handover(settings, vllm_config, kv_cache_config)):
             super().__init__(vllm_config, role, kv_cache_config)
-        half = self.connector_worker or self.connector_scheduler
-        self._spec: KVFerrySpec | None = half.spec if self.connector_worker else None
-        self._manager: Any = None if self.connector_worker else half.manager
+        # vLLM makes one half and leaves the other out
+        worker: Any = self.connector_worker
+        scheduler: Any = self.connector_scheduler
+        self._spec: KVFerrySpec | None = worker.spec if worker is not None else None
+        self._manager: Any = scheduler.manager if scheduler is not None else None
         self._request_of_load: dict[int, str] = {}
 
     @property
@@ -81,7 +83,8 @@ class KVFerryConnector(OffloadingConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the step's transfers, and note which request each load belongs to."""
-        for job_id, job in self._connector_metadata.load_jobs.items():
+        metadata: Any = self._connector_metadata
+        for job_id, job in metadata.load_jobs.items():
             self._request_of_load[job_id] = job.req_id
         super().start_load_kv(forward_context, **kwargs)
 

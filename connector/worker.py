@@ -14,7 +14,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
 
 from kvferry.kvops.metrics import Metrics
 from kvferry.kvops.store.frames import Frames
@@ -73,9 +78,10 @@ class KVFerryWorker(OffloadingWorker):
     # --- jobs --------------------------------------------------------------------------------------------------
 
     def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: FrameLoadStoreSpec
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         """Queue the chunks of a store. Never waits, never fails."""
+        assert isinstance(dst_spec, FrameLoadStoreSpec), "the manager makes no other"
         copies: list[Copy] = []
         block_at = row_at = 0
         groups = zip(
@@ -113,11 +119,12 @@ class KVFerryWorker(OffloadingWorker):
     def submit_load(
         self,
         job_id: int,
-        src_spec: FrameLoadStoreSpec,
+        src_spec: LoadStoreSpec,
         dst_spec: GPULoadStoreSpec,
         expedited: bool = False,
     ) -> bool:
         """Queue the chunks of a load. Never waits, never fails; loads go before stores in any case."""
+        assert isinstance(src_spec, FrameLoadStoreSpec), "the manager makes no other"
         copies: list[Copy] = []
         load = _Load()
         block_at = row_at = 0

@@ -25,6 +25,7 @@ class Mover(Protocol):
     @property
     def layout(self) -> BlockLayout:
         """The group's layout."""
+        ...
 
 
 class Move(NamedTuple):
@@ -50,6 +51,7 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Say whether everything before it has passed; once it has, raise what made any of it fail."""
+        ...
 
 
 class Stream(Protocol):
@@ -57,15 +59,18 @@ class Stream(Protocol):
 
     def wait(self, event: Event) -> None:
         """Begin later copies only after *event*, which may belong to another stream."""
+        ...
 
     def copy(self, move: Move) -> None:
         """Enqueue a copy; if this raises, nothing was enqueued and no page is touched any more.
 
         The memory belongs to the stream until an event after it has passed.
         """
+        ...
 
     def record(self) -> Event:
         """Return the point behind everything enqueued so far. Does not raise."""
+        ...
 
 
 class Device(Protocol):
@@ -81,18 +86,23 @@ class Device(Protocol):
 
     def make_mover(self, layout: BlockLayout) -> Mover:
         """Prepare to move a group's chunks; ValueError if its pages are not on this device."""
+        ...
 
     def open_stream(self, lane: int) -> Stream:
         """Return the stream of a lane. Owned by the device."""
+        ...
 
     def fence(self) -> Event | None:
         """Return the point behind all work the engine has enqueued; None: such work has passed."""
+        ...
 
     def start(self, steps: Sequence[Step]) -> None:
         """Run the lanes from now on: each step by one thread at a time. Called once."""
+        ...
 
     def wake(self) -> None:
         """Say that lanes may have something to do. Never waits."""
+        ...
 
     def block(
         self, changed: threading.Condition, done: Callable[[], bool], timeout_s: float | None
@@ -101,6 +111,8 @@ class Device(Protocol):
 
         The caller holds *changed*, which is notified of every change that may matter to *done*.
         """
+        ...
 
     def close(self) -> None:
         """Let the lanes run until none has anything to do, then stop. May be called twice."""
+        ...

@@ -23,21 +23,27 @@ class FramesLike(Protocol):
     @property
     def address(self) -> int:
         """Where the arena is mapped; offsets below count from it."""
+        ...
 
     def begin_write(self, header: int, generation: int) -> tuple[int, int] | None:
         """Return (offset, bytes) of our part of the frame; None: the frame is gone."""
+        ...
 
     def finish_write(self, header: int, generation: int) -> bool:
         """Mark the part ready; False: the frame is gone."""
+        ...
 
     def fail_write(self, header: int, generation: int) -> None:
         """Mark the part failed."""
+        ...
 
     def begin_read(self, header: int, generation: int) -> tuple[int, int] | None:
         """Return (offset, bytes) of our part; None: the frame is gone or its bytes are wrong."""
+        ...
 
     def finish_read(self, header: int, generation: int, *, ok: bool) -> None:
         """Count the read as done; *ok* False: nobody may read the frame any more."""
+        ...
 
 
 class Copy(NamedTuple):

@@ -344,6 +344,11 @@ def refused(extra, transfer=None, model="llama"):
         Engine(model, extra=extra, transfer=transfer).close()
     except Exception as error:
         return {"type": type(error).__name__, "message": str(error), "cause": repr(error.__cause__)}
+    finally:
+        # vLLM keeps the connector of an engine that did not start, and would give it to the next one
+        from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+        ensure_kv_transfer_shutdown()
     return {"type": None}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+long = pytest.mark.long
 
 CASES = Path(__file__).with_name("engine_cases.py")
 TIMEOUT_S = 600
@@ -88,26 +89,29 @@ def assert_nothing_leaked(result):
     assert result["leaks"] == {"writing_frames": 0, "leases": 0, "orphaned_frames": 0}
 
 
-MODELS = [
-    pytest.param("llama", 384, id="llama"),
-    # 400 of 400 tokens: a whole prompt may be loaded, the engine computes its last token again
-    pytest.param("mla", 384, id="mla"),
-    pytest.param("hybrid", 384, id="hybrid"),
-]
+# 400 of 400 tokens: a whole prompt may be loaded, the engine computes its last token again
+LEAST = 384
+ROUNDTRIPS = [
+    pytest.param(
+        model, blocks, id=f"{model}-{blocks}",
+        marks=() if (model, blocks) in (("llama", 1), ("mla", 2), ("hybrid", 4)) else long,
+    )
+    for model in ("llama", "mla", "hybrid")
+    for blocks in (1, 2, 4)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
-@pytest.mark.parametrize(("model", "least"), MODELS)
-def test_what_was_computed_once_is_loaded_with_the_same_tokens(run, model, least, blocks_per_chunk):
+@pytest.mark.parametrize(("model", "blocks_per_chunk"), ROUNDTRIPS)
+def test_what_was_computed_once_is_loaded_with_the_same_tokens(run, model, blocks_per_chunk):
     result = run("roundtrip", model=model, blocks_per_chunk=blocks_per_chunk)
     tokens = result["cold"]["tokens"]
     assert result["different"]["tokens"] != tokens
     assert result["loaded"]["tokens"] == result["computed"]["tokens"] == tokens
-    assert result["loaded"]["cached"] >= least
-    assert result["hits"] >= least
+    assert result["loaded"]["cached"] >= LEAST
+    assert result["hits"] >= LEAST
     assert result["computed"]["cached"] == 0
     assert result["again"]["tokens"] == result["longer"]["tokens"]
-    assert result["again"]["cached"] >= least
+    assert result["again"]["cached"] >= LEAST
     assert result["metrics"]["verified_blobs_total"] > 0
     assert "load_failures_total/checksum" not in result["metrics"]
     assert_nothing_leaked(result)
@@ -116,11 +120,11 @@ def test_what_was_computed_once_is_loaded_with_the_same_tokens(run, model, least
 @pytest.mark.parametrize(
     ("model", "group", "chunk", "blocks_per_chunk"),
     [
-        pytest.param("llama", 0, 0, 1, id="first"),
+        pytest.param("llama", 0, 0, 1, id="first", marks=long),
         pytest.param("llama", 0, 5, 1, id="middle"),
-        pytest.param("llama", 0, 2, 4, id="last-of-4-blocks"),
-        pytest.param("mla", 0, 3, 2, id="mla"),
-        pytest.param("hybrid", 0, 0, 1, id="hybrid-window"),
+        pytest.param("llama", 0, 2, 4, id="last-of-4-blocks", marks=long),
+        pytest.param("mla", 0, 3, 2, id="mla", marks=long),
+        pytest.param("hybrid", 0, 0, 1, id="hybrid-window", marks=long),
         pytest.param("hybrid", 2, 1, 2, id="hybrid-full"),
     ],
 )
@@ -143,7 +147,7 @@ def test_a_corrupt_chunk_is_found_once_and_computed_again(
     assert_nothing_leaked(result)
 
 
-@pytest.mark.parametrize("model", ["llama", "hybrid"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("hybrid", marks=long)])
 def test_a_failed_load_ends_the_request_where_that_is_asked_for(run, model):
     result = run("corrupt", model=model, group=0, chunk=0, policy="fail")
     assert result["loaded"]["finish"] == "error"
@@ -195,6 +199,7 @@ def test_it_is_known_by_its_name_alone(run):
     assert result["loaded"]["cached"] >= 256
 
 
+@long
 def test_two_ranks_each_keep_their_part_and_one_bad_part_spoils_the_chunk(run_alone):
     result = run_alone("ranks")
     assert result["loaded"]["tokens"] == result["corrupted"]["tokens"] == result["cold"]["tokens"]

@@ -82,6 +82,7 @@ def loaded_tokens(engine):
     return engine.metrics().get(EXTERNAL_HITS, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "mla", "hybrid"])
 def test_a_flipped_byte_is_counted_recomputed_and_harmless(start, arena, name):
     questions = [prompt(seed) for seed in range(3)]
@@ -116,7 +117,7 @@ def test_a_flipped_byte_is_counted_recomputed_and_harmless(start, arena, name):
         assert engine.metrics()[CHECKSUM_FAILURES] == after[CHECKSUM_FAILURES]
 
 
-@pytest.mark.parametrize("name", ["llama", "hybrid"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("hybrid", marks=pytest.mark.long)])
 def test_one_bad_blob_between_runs(start, arena, name):
     """Flip one byte of each of the blobs in turn; each costs one failed load, and only its own."""
     question = prompt(1)
@@ -160,6 +161,7 @@ def test_verification_is_what_finds_it(start, arena):
         assert metrics.get(LOAD_FAILURES, 0) == 0
 
 
+@pytest.mark.long
 def test_another_world_is_a_miss(start, arena):
     question = prompt(3)
     with start("llama") as engine:
@@ -182,6 +184,7 @@ def test_another_world_is_a_miss(start, arena):
         assert loaded_tokens(engine) == TOKENS // 32 * 32
 
 
+@pytest.mark.long
 def test_two_salts_share_nothing(start):
     question = prompt(4)
     with start("llama") as engine:

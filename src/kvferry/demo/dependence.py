@@ -25,12 +25,15 @@ class Generates(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Answer]:
         """Answer prompts greedily."""
+        ...
 
     def settle(self) -> None:
         """Wait until all stores are published."""
+        ...
 
     def reset(self) -> None:
         """Drop the engine's own prefix cache."""
+        ...
 
 
 def is_monotonous(tokens: Tokens) -> bool:

@@ -43,15 +43,19 @@ class DemoEngine(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Answer]:
         """Answer prompts greedily, one after the other."""
+        ...
 
     def settle(self) -> None:
         """Wait until all stores are published."""
+        ...
 
     def reset(self) -> None:
         """Drop the engine's own prefix cache."""
+        ...
 
     def metrics(self) -> dict[str, float]:
         """Return counters and gauges by name."""
+        ...
 
 
 StartEngine = Callable[[EngineSpec], AbstractContextManager[DemoEngine]]

@@ -45,6 +45,10 @@ _GAUGES_EVERY_S = 5.0
 """Time between two reports of gauges, seconds: counting frames costs more than a step should pay."""
 
 
+_WRITER_CHECK_EVERY_S = 0.25
+"""Time between two looks at whether a pending chunk still has somebody to write it, seconds: a look reads /proc."""
+
+
 class KVFerryManager(OffloadingManager):
     """One engine's view of the store.
 
@@ -83,6 +87,8 @@ class KVFerryManager(OffloadingManager):
         self._reap_until_s = 0.0
         self._hits = self._misses = self._pending = 0
         self._next_stats_s = 0.0
+        self._next_writer_check_s = 0.0
+        self._writers = 0
         self.tally = Tally()
         self._host_source = compat.host_hit_source()
 
@@ -118,8 +124,18 @@ class KVFerryManager(OffloadingManager):
                 self.tally.count(Metrics.PENDING_TIMEOUTS)
             self._misses += 1
             return LookupResult.MISS
+        if not self._has_writer(now):
+            self._misses += 1
+            return LookupResult.MISS
         self._pending += 1
         return LookupResult.HIT_PENDING
+
+    def _has_writer(self, now: float) -> bool:
+        """Return whether a worker of this engine lives, asked at most every quarter of a second."""
+        if now >= self._next_writer_check_s:
+            self._next_writer_check_s = now + _WRITER_CHECK_EVERY_S
+            self._writers = self._store.arena.workers_alive()
+        return self._writers > 0
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         """Say where a hit comes from: memory of this host."""

@@ -17,7 +17,7 @@ from kvferry.kernels.layout import BlockLayout
 from kvferry.kvops.config import Config, format_bytes
 from kvferry.kvops.errors import UnsupportedEngineError
 from kvferry.kvops.namespace import namespace_digest
-from kvferry.kvops.store.arena import Arena, private_arena_path
+from kvferry.kvops.store.arena import Arena, private_arena_path, sweep_private_arenas
 from kvferry.kvops.store.frames import Frames
 from kvferry.kvops.store.store import Store
 from kvferry.kvops.transfer.queue import TransferQueue
@@ -157,6 +157,10 @@ class KVFerrySpec(OffloadingSpec):
     def _open_arena(self) -> Arena:
         settings, engine_id = self._settings, self.config.engine_id
         path = settings.arena_path or private_arena_path(engine_id)
+        if settings.arena_path is None:
+            # an engine that died, or gave up, before everybody had its arena mapped left the file
+            for left in sweep_private_arenas():
+                logger.warning("kvferry: removed %s, which an engine that did not start left", left)
         return Arena.open(path, settings.arena_bytes, session=engine_id)
 
     def _first_namespace(self) -> bytes:

@@ -91,10 +91,12 @@ class KVFerryConnector(OffloadingConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return finished loads; of models with several KV cache groups also which of them failed."""
         results = super().get_transfer_results(finished_req_ids)
-        if results.finished_recving and not self._worker_spec.geometry.is_single_group:
-            failed = {self._request_of_load[job_id] for job_id in self._worker.take_failed_jobs()}
-            results.failed_recving |= failed & results.finished_recving
         if results.finished_recving:
+            # taken in any case, so that they don't pile up
+            failed_jobs = self._worker.take_failed_jobs()
+            if not self._worker_spec.geometry.is_single_group:
+                failed = {self._request_of_load[job_id] for job_id in failed_jobs}
+                results.failed_recving |= failed & results.finished_recving
             self._request_of_load = {
                 job_id: request_id
                 for job_id, request_id in self._request_of_load.items()

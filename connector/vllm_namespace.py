@@ -46,6 +46,10 @@ def namespace_fields(
     fields: dict[str, object] = {
         "engine": list(compat.minor_version(compat.engine_version()) or (0, 0)),
         "model": model_identity(model.model, model.revision),
+        # weights that lie elsewhere, or are made up ("dummy"), under the same name
+        "model_weights": _plain(getattr(model, "model_weights", None)),
+        "load_format": _plain(vllm_config.load_config.load_format),
+        "load_extra": _plain(vllm_config.load_config.model_loader_extra_config),
         "model_config": _config_of(model.hf_config),
         "dtype": str(model.dtype),
         "quantization": _plain(model.quantization),

@@ -73,9 +73,8 @@ class Metrics:
     SKIPPED_STORES = _counter(
         "skipped_stores",
         "Chunks that were not stored, in chunks: the bound on bytes in flight was reached, no room "
-        "could be made, an earlier chunk of the request was skipped, it was not full, or the tier "
-        "is off.",
-        reason=("inflight", "no_room", "sticky", "partial", "off"),
+        "could be made, an earlier chunk of the request was skipped, or it was not full.",
+        reason=("inflight", "no_room", "sticky", "partial"),
     )
     ABORTED_STORES = _counter(
         "aborted_stores", "Chunks whose store began and was not published, in chunks."
@@ -105,7 +104,7 @@ class Metrics:
     FRAMES = _gauge(
         "frames",
         "Frames in the arena by state, in frames.",
-        state=("ready", "writing", "bad", "free"),
+        state=("ready", "writing", "free"),
     )
     LEASES = _gauge("leases", "Leases that keep frames from being evicted, in leases.")
     INFLIGHT_BYTES = _gauge("inflight_bytes", "Stores that have begun and not ended, in bytes.")

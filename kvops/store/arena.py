@@ -326,9 +326,10 @@ class Arena:
         return epoch
 
     def release_ownership(self) -> None:
-        """Let another process own the arena."""
-        self._is_owner = False
-        locks.unlock(self._fd, locks.Lock.OWNER)
+        """Let another process own the arena; nothing happens if this one does not."""
+        if self._is_owner:
+            self._is_owner = False
+            locks.unlock(self._fd, locks.Lock.OWNER)
 
     @property
     def name(self) -> str:

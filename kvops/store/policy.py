@@ -71,6 +71,9 @@ class Lru:
         if frame.entries:
             frame.entries = 0
             self._size -= 1
+            # what is put and deleted, and never used or evicted, must not pile up
+            if len(self._queue) > 2 * self._size + self.SPARE_ENTRIES:
+                self._tidy()
 
     def victim(self, is_held: Callable[[Frame], bool]) -> Frame | None:
         """Return the least recently used frame that is not held. A held one is in use, and goes to the back."""

@@ -3,6 +3,7 @@
 Importing it is cheap and needs no vLLM; the classes are made when they are first asked for.
 """
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,9 +34,15 @@ def __getattr__(name: str) -> Any:
     """
     if name not in ("KVFerryConnector", "KVFerrySpec"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvferry.connector import compat
-
-    compat.require_supported_engine()
+    _check_engine()
     from kvferry.connector import spec, vllm_connector
 
     return vllm_connector.KVFerryConnector if name == "KVFerryConnector" else spec.KVFerrySpec
+
+
+@functools.cache
+def _check_engine() -> None:
+    """Refuse an engine that can't be served; say once that one is newer than those tested."""
+    from kvferry.connector import compat
+
+    compat.require_supported_engine()

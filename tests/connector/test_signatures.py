@@ -132,6 +132,17 @@ class TestVersions:
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert version in caplog.text
 
+    def test_the_door_asks_once_in_a_process(self, monkeypatch):
+        from kvferry import vllm
+
+        asked = []
+        monkeypatch.setattr(compat, "require_supported_engine", lambda: asked.append(1))
+        vllm._check_engine.cache_clear()
+        vllm._check_engine()
+        vllm._check_engine()
+        vllm._check_engine.cache_clear()
+        assert asked == [1]
+
     def test_a_new_argument_to_one_of_our_methods_is_refused(self, tmp_path):
         package = self.fake_package(
             tmp_path,

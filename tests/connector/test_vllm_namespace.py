@@ -60,6 +60,7 @@ def world(tmp_path):
             decode_context_parallel_size=1, world_size=1,
         ),
         attention_config=SimpleNamespace(),
+        load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
         lora_config=None,
     )  # fmt: skip
     kv_cache_config = KVCacheConfig(
@@ -129,6 +130,9 @@ FLIPS = {
     "rope scaling override": hf(rope_scaling={"factor": 2.0}),
     "hidden size": hf(hidden_size=512),
     "weights": lambda world: (world.folder / "model.safetensors").write_bytes(b"weights!"),
+    "made-up weights": put("vllm.load_config.load_format", "dummy"),
+    "loader's own settings": put("vllm.load_config.model_loader_extra_config", {"a": 1}),
+    "weights elsewhere": put("vllm.model_config.model_weights", "s3://bucket/model"),
     "model config file": lambda world: (world.folder / "config.json").write_text('{"a": 2}'),
     "kv dtype": put("vllm.cache_config.cache_dtype", "fp8"),
     "layers left out of kv dtype": put("vllm.cache_config.kv_cache_dtype_skip_layers", ["0"]),

@@ -117,7 +117,8 @@ def test_a_flipped_byte_is_counted_recomputed_and_harmless(start, arena, name):
         assert engine.metrics()[CHECKSUM_FAILURES] == after[CHECKSUM_FAILURES]
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("hybrid", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "hybrid"])
 def test_one_bad_blob_between_runs(start, arena, name):
     """Flip one byte of each of the blobs in turn; each costs one failed load, and only its own."""
     question = prompt(1)

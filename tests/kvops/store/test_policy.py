@@ -92,3 +92,12 @@ def test_it_does_what_a_list_does_and_its_queue_stays_short():
 
 def test_names_in_the_settings():
     assert set(POLICIES) == {"lru"}
+
+
+def test_what_comes_and_goes_unused_does_not_pile_up(lru):
+    for number in range(10 * Lru.SPARE_ENTRIES):
+        thing = Thing(str(number))
+        lru.add(thing)
+        lru.remove(thing)
+    assert len(lru._queue) <= 2 * len(lru) + Lru.SPARE_ENTRIES
+    assert order(lru) == "abcd"

@@ -607,3 +607,11 @@ def test_a_closed_store_lets_the_next_one_in(open_store, path):
     # of the same session, and begun before: it meets a frame that is not its own
     assert worker.begin_write(frame.header, frame.generation) is None
     audit(again)
+
+
+def test_closing_after_the_arena_is_no_error(open_store):
+    store, _ = open_store(None)
+    store.close()
+    store.arena.close()
+    # its descriptor is gone, or by now somebody else's
+    store.close()

@@ -203,14 +203,15 @@ class TestPending:
         assert found(engine, keys(3), reader) == [HIT] * 3
 
     def test_a_chunk_whose_writer_died_is_a_miss(self, engine):
-        engine.manager.prepare_store(keys(2), engine.request("writer"))
-        reader = engine.request("reader")
+        writer, reader = engine.request("writer"), engine.request("reader")
+        engine.manager.prepare_store(keys(2), writer)
         assert found(engine, keys(2), reader) == [PENDING] * 2
         arena = engine.store.arena
         # no process has this start time: its pid belongs to another one by now
         arena.words[arena.attach_word + 1] += 1
         engine.clock.now += 0.3
         assert found(engine, keys(2), reader) == [MISS] * 2
+        engine.manager.complete_store(set(keys(2)), writer, success=False)
 
     def test_with_a_timeout_of_zero_nobody_waits(self, make_engine):
         engine = make_engine(pending_timeout_ms=0)

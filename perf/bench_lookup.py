@@ -5,7 +5,6 @@
 The baseline is a plain dictionary lookup of the same keys. The other process maps the same arena and sends no message.
 """
 
-import os
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -82,7 +81,7 @@ def cases(count: int) -> list[Case]:
                 f"{name}, {BATCH} keys", 0, count, [base, Provider("owner", batched, verify=right)]
             )
         )
-    return made  # fmt: skip
+    return made
 
 
 def gates(figures: list[Figure]) -> list[Gate]:
@@ -98,7 +97,6 @@ def gates(figures: list[Figure]) -> list[Gate]:
 def main() -> int:
     """Run the benchmark."""
     args = parser("bench_lookup", __doc__).parse_args()
-    os.environ.setdefault("PYTHONHASHSEED", "0")
     return run("bench_lookup", args, cases(1024 if args.quick else 32 * BATCH // 8), gates)
 
 

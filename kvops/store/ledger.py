@@ -254,14 +254,14 @@ class Ledger:
             self._words[slot.word] = fmt.State.FREE
             slot.size_class.free.append(slot)
             return
-        # reads that this owner did not grant do not count, and those under way end in an earlier life
-        for part in range(found.parts):
-            word = (found.header + fmt.HEADER_FIXED_BYTES + part * fmt.PART_BYTES) // 8
-            self._words[word] &= 0xFFFF_FFFF
         self._clock += 1
         tag = fmt.key_tag(found.namespace, found.key)
         ready = self._clock << 8 | fmt.State.READY
         frame = Frame(found.key, found.namespace, slot, found.blob_bytes, ready, tag, 0, False)
         frames[found.key] = frame
         self._publish(frame)
+        # reads that this owner did not grant do not count; from here on those under way end in an earlier life
+        for part in range(found.parts):
+            word = (found.header + fmt.HEADER_FIXED_BYTES + part * fmt.PART_BYTES) // 8
+            self._words[word] &= 0xFFFF_FFFF
         self.counts["recovered"] += 1

@@ -125,7 +125,8 @@ class Config:
         "always",
         Choice(("always", "sampled", "off")),
         "",
-        "Which loads compare the checksum of every byte first: all, 1 of 16, or none.",
+        "Which loads compare the checksum of every byte first: all, 1 of 16, or none. "
+        "Under off none are made: with always, an engine drops what another one stored so.",
     )
     eviction: str = _setting(
         "lru",

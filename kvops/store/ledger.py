@@ -243,12 +243,21 @@ class Ledger:
             self._quarantine.clear()
             self._space.quarantined.clear()
 
+    def _can_be_verified(self, found: Found) -> bool:
+        """Say whether a resting frame keeps what *verify* promises: one that was stored under "off" has no checksum."""
+        first = found.header + fmt.HEADER_FIXED_BYTES + 3
+        last = first + found.parts * fmt.PART_BYTES
+        algorithms = self._buffer[first : last : fmt.PART_BYTES]
+        return self._verify is not Verify.ALWAYS or Algorithm.NONE not in algorithms.tolist()
+
     def _restore(self, found: Found, slot: Slot) -> None:
         frames = self._by_namespace.setdefault(found.namespace, {})
         if self._index.room <= 0:
             # what is not restored yet looks like free room to an eviction
             self._grow_index(evict=False)
-        usable = found.namespace != self.namespace or found.parts == self.parts
+        usable = found.namespace != self.namespace or (
+            found.parts == self.parts and self._can_be_verified(found)
+        )
         if found.key in frames or self._index.is_full or not usable:
             self.counts["discarded"] += 1
             self._words[slot.word] = fmt.State.FREE

@@ -434,3 +434,19 @@ def test_arenas_outlive_the_processes_that_made_them(child, open_store, path):
     assert read(store, [key(1)], 4096) == [blob(key(1), 4096)]
     assert store.lookup([key(2)]) == [MISS]
     assert PENDING not in store.lookup(keys(5))
+
+
+@pytest.mark.parametrize(
+    ("stored", "opened", "found"),
+    [("off", "always", False), ("off", "sampled", True), ("off", "off", True), ("always", "always", True),
+     ("sampled", "always", True)],
+)  # fmt: skip
+def test_what_rests_without_a_checksum_is_no_hit_where_all_loads_are_verified(
+    open_store, path, stored, opened, found
+):
+    store, _ = open_store(path, verify=stored)
+    store.put([key(1)], [bytes(SIZE)])
+    store.arena.close()
+    store, _ = open_store(path, verify=opened)
+    assert store.lookup([key(1)]) == [Lookup.HIT if found else Lookup.MISS]
+    assert store.stats()["discarded"] == (not found)

@@ -87,7 +87,11 @@ class Frames:
         first = self._words[(header + self._part) // 8]
         if first >> 16 & 0xFF != fmt.PartState.READY:
             return None
-        if first >> 24 & 0xFF == Algorithm.XXH3_64 and self._verify.wants(number):
+        has_checksum = first >> 24 & 0xFF == Algorithm.XXH3_64
+        if not has_checksum and self._verify is Verify.ALWAYS:
+            # stored by somebody who makes none, or the byte that says so is damaged
+            return None
+        if has_checksum and self._verify.wants(number):
             stored = self._words[(header + self._part) // 8 + _PART_CHECKSUM_WORD]
             intact = checksum(self._buffer[offset : offset + size]) == stored
             with self._lock:

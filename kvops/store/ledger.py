@@ -158,7 +158,8 @@ class Ledger:
 
     def _is_unchecked(self, frame: Frame) -> bool:
         """Say whether *frame*, whose checksum does not match, has none; otherwise it is found corrupt."""
-        if self._buffer[frame.header + fmt.HEADER_FIXED_BYTES + 3] == Algorithm.NONE:
+        algorithm = self._buffer[frame.header + fmt.HEADER_FIXED_BYTES + 3]
+        if algorithm == Algorithm.NONE and self._verify is not Verify.ALWAYS:
             return True
         self._words[frame.word] = frame.generation << 8 | fmt.State.BAD
         frame.is_ready = False

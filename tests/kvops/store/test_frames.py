@@ -202,12 +202,15 @@ def test_how_many_reads_are_verified(open_store, verify, verified):
     assert worker.checksum_mismatches == 0
 
 
-def test_a_blob_without_checksum_is_not_verified(open_store, path):
+def test_a_blob_without_checksum_is_read_unless_all_are_verified(open_store, path):
     store, (worker,) = open_store(path, verify="off")
     frame = stored(store, [worker])
+    lenient = Frames(store.arena, 0, verify="sampled")
+    for _ in range(32):
+        assert load(lenient, frame) == blob(key(1), SIZE)
+    assert lenient.verified_blobs == 0
     strict = Frames(store.arena, 0, verify="always")
-    assert load(strict, frame) == blob(key(1), SIZE)
-    assert strict.verified_blobs == 0
+    assert strict.begin_read(frame.header, frame.generation) is None
 
 
 @pytest.mark.parametrize("at", [0, 1, SIZE // 2 - 1, SIZE // 2, SIZE - 1])
@@ -494,3 +497,15 @@ def test_an_owner_of_one_part_does_not_serve_frames_of_two(open_store, path):
     assert store.lookup([key(1)]) == [Lookup.MISS]
     audit(store)
     store.arena.close()
+
+
+def test_where_all_loads_are_verified_a_part_without_a_checksum_is_not_read(open_store):
+    store, (worker,) = open_store()
+    store.put([key(1)], [bytes(5000)])
+    frame = store.frames[key(1)]
+    store.lease([frame])
+    store.arena.buffer[frame.header + fmt.HEADER_FIXED_BYTES + 3] = Algorithm.NONE
+    assert worker.begin_read(frame.header, frame.generation) is None
+    worker.finish_read(frame.header, frame.generation, ok=False)
+    store.release([frame])
+    assert key(1) not in store.frames

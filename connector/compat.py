@@ -7,7 +7,7 @@ newest of these; an older one is refused.
 import importlib.util
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,14 @@ def key_positions(context: Any) -> dict[bytes, int] | None:
     """Return the end token of every chunk of a request by key, or None before vLLM 0.31."""
     positions: dict[bytes, int] | None = getattr(context, "_offload_key_positions", None)
     return positions
+
+
+def has_forward(forward_context: Any, arguments: Mapping[str, Any]) -> bool:
+    """Return whether the step that calls `start_load_kv` computes anything; if in doubt, it does."""
+    scheduled = getattr(arguments.get("scheduler_output"), "total_num_scheduled_tokens", None)
+    if scheduled is not None:
+        return bool(scheduled)
+    return getattr(forward_context, "attn_metadata", True) is not None
 
 
 def cacheable_group_ids(kv_cache_config: Any) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from kvferry.kvops.config import Config
 from kvferry.kvops.errors import ConfigError
 
+from . import compat
 from .geometry import has_state_groups
 from .idle import IdleConnector
 from .messages import WorkerGeometry
@@ -67,6 +68,7 @@ class KVFerryConnector(OffloadingConnector):
         self._spec: KVFerrySpec | None = worker.spec if worker is not None else None
         self._manager: Any = scheduler.manager if scheduler is not None else None
         self._request_of_load: dict[int, str] = {}
+        self._computes = True
 
     @property
     def _worker_spec(self) -> KVFerrySpec:
@@ -86,10 +88,14 @@ class KVFerryConnector(OffloadingConnector):
         metadata: Any = self._connector_metadata
         for job_id, job in metadata.load_jobs.items():
             self._request_of_load[job_id] = job.req_id
+        self._computes = compat.has_forward(forward_context, kwargs)
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return finished loads; of models with several KV cache groups also which of them failed."""
+        if not self._computes:
+            # an engine that only waits for loads would step without end, and keep them from the interpreter
+            self._worker.give_way()
         results = super().get_transfer_results(finished_req_ids)
         if results.finished_recving:
             # taken in any case, so that they don't pile up

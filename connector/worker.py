@@ -34,6 +34,9 @@ logger = logging.getLogger("vllm.kvferry")
 WAIT_TIMEOUT_S = 60.0
 """Longest wait for pages that are being read or written, seconds. Copies take milliseconds; this is a hang."""
 
+GIVE_WAY_S = 0.002
+"""Longest rest of a step that computes nothing while loads are under way, seconds; a new request waits no longer."""
+
 BlockIds = npt.NDArray[np.int64]
 
 
@@ -155,6 +158,10 @@ class KVFerryWorker(OffloadingWorker):
         self._poll()
         ended, self._ended = self._ended, []
         return ended
+
+    def give_way(self) -> None:
+        """Let loads go on, in a step that computes nothing: until one has ended, 2 ms at the most."""
+        self._queue.give_way(GIVE_WAY_S)
 
     def wait(self, job_ids: set[int]) -> None:
         """Return when the blocks of these jobs may be overwritten, or, for loads, read."""

@@ -46,6 +46,11 @@ class Ledger:
         """No job is under way."""
         return not self._jobs
 
+    @property
+    def awaits_load(self) -> bool:
+        """A load is under way, and no job has ended that nobody has taken."""
+        return not self._finished and any(job.is_load for job in self._jobs.values())
+
     def add(self, job: Job) -> list[Transfer]:
         """Accept a job, whole or not at all; return what has failed at once and wants settling.
 

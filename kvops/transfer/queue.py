@@ -140,6 +140,14 @@ class TransferQueue:
             self._end(ledger.cancel_all(job_ids))
             timeout_s = max(timeout_s, MIN_REPEAT_S)
 
+    def give_way(self, timeout_s: float) -> None:
+        """Let the worker threads have the interpreter until a job has ended, *timeout_s* seconds at the most.
+
+        Returns at once when no load is under way. For a caller that would only ask again and again: each of its rounds
+        keeps the threads from the interpreter lock, which they need between two copies, for up to 5 ms.
+        """
+        self._block(lambda: not self._ledger.awaits_load, timeout_s)
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until no job is under way, and say whether that came true in time."""
         return self._block(lambda: self._ledger.is_idle, timeout_s)

@@ -179,3 +179,26 @@ class TestVersions:
         )
         with pytest.raises(UnsupportedEngineError, match="TransferResult is gone"):
             compat.require_supported_engine("0.34.0", package)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "scheduled", "computes"),
+    [
+        pytest.param(None, None, False, id="empty-step"),
+        pytest.param({"layer": 1}, None, True, id="forward"),
+        pytest.param(None, 7, True, id="forward-said-by-the-scheduler"),
+        pytest.param({"layer": 1}, 0, False, id="empty-said-by-the-scheduler"),
+    ],
+)
+def test_a_step_that_computes_nothing_is_told_from_one_that_does(metadata, scheduled, computes):
+    from types import SimpleNamespace
+
+    context = SimpleNamespace(attn_metadata=metadata)
+    arguments = {}
+    if scheduled is not None:
+        arguments["scheduler_output"] = SimpleNamespace(total_num_scheduled_tokens=scheduled)
+    assert compat.has_forward(context, arguments) is computes
+
+
+def test_in_doubt_a_step_computes():
+    assert compat.has_forward(object(), {})

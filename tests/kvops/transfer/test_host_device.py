@@ -61,6 +61,24 @@ def test_a_store_and_a_load_carry_the_bytes(new_queue, layout, new_frames, blob_
         assert torch.equal(blob_of(layout, chunk(10 + at, 0).block_ids), expected[at])
 
 
+def test_giving_way_ends_with_the_first_job_and_at_once_without_a_load(
+    new_queue, layout, new_frames
+):
+    frames = new_frames(layout.part_bytes, 4)
+    queue = new_queue(frames)
+    # each of these would last until the test's time is up if it waited for what does not come
+    queue.give_way(10 * DEADLINE_S)
+    queue.submit_store(1, [chunk(0, 0)])
+    queue.give_way(10 * DEADLINE_S)
+    assert queue.flush(DEADLINE_S)
+    queue.submit_load(2, [chunk(10, 0)])
+    queue.give_way(10 * DEADLINE_S)
+    queue.give_way(10 * DEADLINE_S)
+    assert 1 in {ended.job_id for ended in queue.poll()}
+    queue.give_way(10 * DEADLINE_S)
+    assert queue.flush(DEADLINE_S)
+
+
 def test_submission_and_wait_do_not_wait_for_a_busy_thread(new_queue, layout, new_frames):
     """One store hangs in its frame; everybody else goes on."""
     frames = new_frames(layout.part_bytes, 4)

@@ -83,6 +83,8 @@ class KVFerryManager(OffloadingManager):
         self._blob_bytes = [geometry.world_size * size for size in geometry.part_bytes]
         self._epoch = 0
         self._inflight_bytes = 0
+        self._has_orphans = False
+        self._said_orphans = False
         self._orphan_bytes = 0
         self._reap_until_s = 0.0
         self._hits = self._misses = self._pending = 0
@@ -293,34 +295,37 @@ class KVFerryManager(OffloadingManager):
     def on_schedule_end(self, context: Any) -> None:
         """Let go of hits that no load has claimed, and take back frames whose jobs a reset made stale."""
         self._store.end_step()
-        if self._orphan_bytes:
-            waited_for = self._store.reap()
-            if (
-                waited_for
-                and self._clock() >= self._reap_until_s
-                and not self._store.arena.workers_alive()
-            ):
+        if self._has_orphans:
+            self._reap()
+
+    def _reap(self) -> None:
+        """Take back what workers have let go of since a reset."""
+        waited_for = self._store.reap()
+        if waited_for and self._clock() >= self._reap_until_s:
+            if not self._store.arena.workers_alive():
                 self._store.abandon()
                 waited_for = 0
-            if not waited_for:
-                self._orphan_bytes = 0
+            elif not self._said_orphans:
+                self._said_orphans = True
+                logger.error(
+                    "%d frames of before a reset are still in a worker's hands after %.0f s; their memory is not used",
+                    waited_for, REAP_TIMEOUT_S,
+                )  # fmt: skip
+        self._has_orphans = waited_for > 0
+        self._orphan_bytes = self._store.orphaned_bytes() if waited_for else 0
 
     def has_pending_work(self) -> bool:
         """Return whether the engine must go on stepping until the workers are done with stale jobs."""
-        return bool(self._orphan_bytes) and self._clock() < self._reap_until_s
+        return self._has_orphans and self._clock() < self._reap_until_s
 
     def reset_cache(self) -> None:
         """Move to a new epoch: the weights may have changed, so nothing stored so far may ever be found again."""
         self._epoch += 1
         self._store.new_epoch(self._new_namespace())
-        self._orphan_bytes += self._inflight_bytes
         self._inflight_bytes = 0
-        if self._store.reap():
-            # leases of stale loads have no bytes in flight and are waited for too
-            self._orphan_bytes = max(self._orphan_bytes, 1)
-            self._reap_until_s = self._clock() + REAP_TIMEOUT_S
-        else:
-            self._orphan_bytes = 0
+        self._reap_until_s = self._clock() + REAP_TIMEOUT_S
+        self._said_orphans = False
+        self._reap()
         self.tally.count(Metrics.RESETS)
 
     def get_stats(self) -> Any:

@@ -106,7 +106,7 @@ class KVFerryConnector(OffloadingConnector):
             self._request_of_load = {
                 job_id: request_id
                 for job_id, request_id in self._request_of_load.items()
-                if request_id not in results.finished_recving
+                if self._worker.is_loading(job_id)
             }
         return results
 

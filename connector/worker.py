@@ -172,11 +172,19 @@ class KVFerryWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """Stop the queue and let go of the arena. May be called twice."""
-        self._queue.close()
+        ended = self._queue.close()
         on_shutdown, self._on_shutdown = self._on_shutdown, lambda: None
-        on_shutdown()
+        if ended:
+            on_shutdown()
+        else:
+            # unmapping under a thread that still copies would take the process down
+            logger.error("the arena stays mapped: a transfer thread still runs")
 
     # --- failures and numbers ----------------------------------------------------------------------------------
+
+    def is_loading(self, job_id: int) -> bool:
+        """Return whether this load has been submitted and has not been reported."""
+        return job_id in self._loads
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks of failed loads that ended since the last call."""

@@ -288,6 +288,10 @@ class Store(PutGet):
             self._lift_quarantine()
         return len(self._orphans)
 
+    def orphaned_bytes(self) -> int:
+        """Return the bytes of frames that workers were writing when their namespace was reset, and still may be."""
+        return sum(frame.blob_bytes for frame in self._orphans if frame.is_writing)
+
     def abandon(self) -> int:
         """Free what :meth:`reap` waits for, because no worker is alive to touch it; return how many frames."""
         gone = list(self._orphans)

@@ -113,6 +113,6 @@ class Device(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Let the lanes run until none has anything to do, then stop. May be called twice."""
+    def close(self) -> bool:
+        """Let the lanes run until none has anything to do, then stop; say whether they have. May be called twice."""
         ...

@@ -96,8 +96,8 @@ class HostDevice:
         """Sleep on *changed*."""
         return changed.wait_for(done, timeout_s)
 
-    def close(self) -> None:
-        """Join the threads. One that does not end is named in the log and left behind."""
+    def close(self) -> bool:
+        """Join the threads, and return whether all have ended. One that does not is named in the log."""
         with self._calls:
             self._closing = True
             self._calls.notify_all()
@@ -105,7 +105,8 @@ class HostDevice:
             thread.join(JOIN_TIMEOUT_S)
             if thread.is_alive():
                 logger.error("%s still runs after %.0f s", thread.name, JOIN_TIMEOUT_S)
-        self._threads.clear()
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        return not self._threads
 
     def _run(self, step: Step) -> None:
         seen = -1

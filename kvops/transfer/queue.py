@@ -152,13 +152,16 @@ class TransferQueue:
         """Wait until no job is under way, and say whether that came true in time."""
         return self._block(lambda: self._ledger.is_idle, timeout_s)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Cancel what has not begun, let the rest end, and stop the device. May be called twice.
 
         Results can still be polled.
+
+        Returns:
+            Whether all copying has stopped. If not, frames and pages must stay mapped.
         """
         self._end(self._ledger.close())
-        self._device.close()
+        return self._device.close()
 
     def _submit(self, job_id: int, copies: Sequence[Copy], *, is_load: bool) -> None:
         ids = self._check(copies)

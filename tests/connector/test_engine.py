@@ -117,6 +117,17 @@ def test_what_was_computed_once_is_loaded_with_the_same_tokens(run, model, block
     assert_nothing_leaked(result)
 
 
+@pytest.mark.skipif(
+    "avx512f" not in Path("/proc/cpuinfo").read_text(),
+    reason="NOT TESTED HERE: vLLM's fp8 KV cache on a CPU needs AVX-512, which this machine lacks",
+)
+def test_an_fp8_cache_is_loaded_with_the_same_tokens(run):
+    result = run("roundtrip", model="llama", kv_cache_dtype="fp8", dtype="bfloat16")
+    assert result["loaded"]["tokens"] == result["cold"]["tokens"]
+    assert result["loaded"]["cached"] >= LEAST
+    assert_nothing_leaked(result)
+
+
 @pytest.mark.parametrize(
     ("model", "group", "chunk", "blocks_per_chunk"),
     [

@@ -41,7 +41,11 @@ def run_engine(args: argparse.Namespace) -> None:
     """Run the known prompts, say what came out, then store until killed."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    # threads that spin while they wait slow everything down where there are few cores
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -118,8 +122,8 @@ def start(
     ]
     if reference:
         command.append("--reference")
-    log = (folder / f"engine-{seed}.log").open("wb")
-    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    with (folder / f"engine-{seed}.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     return process, out
 
 

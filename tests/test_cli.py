@@ -173,3 +173,30 @@ def test_doctor_for_real(capsys):
     names = {finding["name"] for finding in answer["findings"]}
     assert {"python", "torch", "vllm", "cpu", "memlock", "/dev/shm", "cgroup", "numa"} <= names
     assert not [f for f in answer["findings"] if "could not be found out" in f["value"]]
+
+
+def test_sigterm_ends_it_like_ctrl_c_so_that_everything_is_cleaned_up(tmp_path):
+    witness = tmp_path / "cleaned"
+    program = f"""
+import pathlib, signal, sys
+from kvferry import cli
+
+def command(argv):
+    try:
+        print("ready", flush=True)
+        signal.pause()
+    finally:
+        pathlib.Path({str(witness)!r}).touch()
+
+cli._run = command
+sys.exit(cli.main([]))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == cli.EXIT_TERMINATED
+    assert errors == "kvferry: terminated\n"
+    assert witness.exists()

@@ -9,7 +9,9 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from kvferry.kvops.errors import ConfigError, KVFerryError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_TERMINATED = 143
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
@@ -44,15 +47,26 @@ _EPILOG = """\
 examples:
   kvferry doctor             is this machine ready, and if not, what to do
   kvferry config --explain   every setting, its value, where it came from
-  kvferry demo               store and load KV blocks with a real engine, a tiny model, no download
+  kvferry demo               store and load KV blocks with a real engine and small models, no download
 """
 _LAZY = {"doctor": "kvferry.doctor.command", "demo": "kvferry.demo.command"}
 """Commands with a module of their own, which has add_arguments(parser) and run(args) -> int."""
 
 
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+def _on_terminate(number: int, frame: object) -> None:
+    raise _Terminated
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     try:
+        # whoever ends us politely gets what we started cleaned up, as with Ctrl-C
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _on_terminate)
         try:
             code = _run(sys.argv[1:] if argv is None else list(argv))
         except SystemExit as end:
@@ -62,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("kvferry: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except _Terminated:
+        print("kvferry: terminated", file=sys.stderr)
+        return EXIT_TERMINATED
     except BrokenPipeError:
         # what is still buffered has no reader; without this the interpreter complains at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -102,7 +119,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     form.add_argument("--json", action="store_true", help="print JSON instead of text")
     _add_settings(config)
 
-    demo = _add(commands, "demo", "store and load with a real engine and a tiny model", argv)
+    demo = _add(commands, "demo", "store and load with a real engine and small models", argv)
     demo.epilog = _DEMO_EXAMPLES
     return parser
 

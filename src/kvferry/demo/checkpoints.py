@@ -53,8 +53,7 @@ class Checkpoint:
             latent rows by another formula than a whole prompt, so that in bfloat16 the rounding
             alone may change a token.
         block_size: tokens per block asked of the engine; ``None`` leaves it to the engine.
-        prompt_tokens: length of the demo's prompts, tokens; not a multiple of the block size, so
-            that every prompt has a tail that is computed.
+        prompt_tokens: length of the demo's prompts, tokens.
     """
 
     name: str

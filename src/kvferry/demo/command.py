@@ -91,6 +91,7 @@ def run(args: argparse.Namespace, start: Callable[[Path, EngineSpec], Engine] | 
         print(json.dumps(report, indent=2))
     else:
         print(as_text(results), end="")
+        print(f"the same prompts again: --seed {seed}")
     return 1 if failed else 0
 
 

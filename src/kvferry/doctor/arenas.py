@@ -46,7 +46,11 @@ def settings(
 
 def arenas(machine: Machine, config: Config, named: Iterable[str]) -> Iterator[Finding]:
     """Report on every arena in shared memory, at ``arena_path`` and in *named*."""
-    places = sorted(path for path in machine.shm.glob("kvferry-*") if path.is_file())
+    places = sorted(
+        path
+        for path in (*machine.shm.glob("kvferry*"), *machine.shm.glob("kvferry*/arena"))
+        if path.is_file()
+    )
     asked = [Path(path) for path in named]
     ours = machine.root / config.arena_path.lstrip("/") if config.arena_path else None
     if ours and ours.exists():

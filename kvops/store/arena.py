@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 CREATE_TIMEOUT_S = 120.0
 """How long a second process waits for the first to reserve and format the memory."""
 
+ALIVE_OWNER_WAIT_S = 0.25
+DEAD_OWNER_WAIT_S = 5.0
+"""How long a new owner waits for one that lives, or that is dead and has not let go of its lock yet."""
+
 _PRIVATE_PREFIX = "kvferry-"
 _PRIVATE_SUFFIX = ".arena"
 
@@ -307,8 +311,14 @@ class Arena:
             raise ArenaBusyError(
                 f"arena {self.name} already has an open store in this process; close that first"
             )
-        if not locks.try_lock(self._fd, locks.Lock.OWNER):
-            pid, _, _ = self.owner()
+        begin = time.monotonic()
+        while not locks.try_lock(self._fd, locks.Lock.OWNER):
+            pid, start, _ = self.owner()
+            # a killed owner keeps its locks until the kernel has taken it apart
+            waited = time.monotonic() - begin
+            if waited < (ALIVE_OWNER_WAIT_S if is_alive(pid, start) else DEAD_OWNER_WAIT_S):
+                time.sleep(locks.POLL_S)
+                continue
             raise ArenaBusyError(
                 f"arena {self.name} is in use by another engine (pid {pid}); give this one its own arena_path"
             )

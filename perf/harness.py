@@ -231,10 +231,8 @@ def _quantiles(values: Sequence[float]) -> tuple[float, float]:
 
 def write_csv(path: Path, bench: str, figures: Sequence[Figure]) -> None:
     """Append *figures* to *path*."""
-    baseline = {f.case.name: f.p50 for f in reversed(figures)}
-    for figure in figures:
-        if figure.ratios and figure.ratio == 1.0:
-            baseline[figure.case.name] = figure.p50
+    # the first figure of a case is its baseline
+    baseline = {figure.case.name: figure.p50 for figure in reversed(figures)}
     new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as stream:

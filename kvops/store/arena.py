@@ -8,6 +8,7 @@ engines. The layout is in format.py.
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -294,11 +295,20 @@ class Arena:
         Raises:
             ArenaBusyError: naming the owner's pid.
         """
-        pid, _, session = self.owner()
-        if session != self.session and locks.is_held(self._fd, locks.Lock.OWNER):
-            raise ArenaBusyError(
-                f"arena {self.name} is in use by another engine (pid {pid}); give this one its own arena_path"
-            )
+        if self.owner()[2] != self.session:
+            self._wait_until(lambda: not locks.is_held(self._fd, locks.Lock.OWNER))
+
+    def _wait_until(self, is_free: Callable[[], bool]) -> None:
+        """Give a killed owner, which keeps its lock until the kernel has taken it apart, time to let go."""
+        begin = time.monotonic()
+        while not is_free():
+            pid, start, _ = self.owner()
+            wait_s = ALIVE_OWNER_WAIT_S if is_alive(pid, start) else DEAD_OWNER_WAIT_S
+            if time.monotonic() - begin > wait_s:
+                raise ArenaBusyError(
+                    f"arena {self.name} is in use by another engine (pid {pid}); give this one its own arena_path"
+                )
+            time.sleep(locks.POLL_S)
 
     def take_ownership(self) -> int:
         """Become the one that writes index and headers; return the new epoch.
@@ -311,17 +321,7 @@ class Arena:
             raise ArenaBusyError(
                 f"arena {self.name} already has an open store in this process; close that first"
             )
-        begin = time.monotonic()
-        while not locks.try_lock(self._fd, locks.Lock.OWNER):
-            pid, start, _ = self.owner()
-            # a killed owner keeps its locks until the kernel has taken it apart
-            waited = time.monotonic() - begin
-            if waited < (ALIVE_OWNER_WAIT_S if is_alive(pid, start) else DEAD_OWNER_WAIT_S):
-                time.sleep(locks.POLL_S)
-                continue
-            raise ArenaBusyError(
-                f"arena {self.name} is in use by another engine (pid {pid}); give this one its own arena_path"
-            )
+        self._wait_until(lambda: locks.try_lock(self._fd, locks.Lock.OWNER))
         epoch = self.words[fmt.EPOCH_WORD] + 1
         if epoch >> fmt.EPOCH_BITS:
             locks.unlock(self._fd, locks.Lock.OWNER)

@@ -17,8 +17,9 @@ from kvferry.kernels.layout import BlockLayout
 from kvferry.kvops.config import Config, format_bytes
 from kvferry.kvops.errors import UnsupportedEngineError
 from kvferry.kvops.namespace import namespace_digest
-from kvferry.kvops.store.arena import Arena, private_arena_path, sweep_private_arenas
+from kvferry.kvops.store.arena import Arena
 from kvferry.kvops.store.frames import Frames
+from kvferry.kvops.store.private_arena import private_arena_path, sweep_private_arenas
 from kvferry.kvops.store.store import Store
 from kvferry.kvops.transfer.queue import TransferQueue
 

@@ -10,7 +10,8 @@ pytest.importorskip("vllm")
 from kvferry.connector.spec import KVFerrySpec
 from kvferry.kvops.config import Config
 from kvferry.kvops.store import memory
-from kvferry.kvops.store.arena import Arena, private_arena_path
+from kvferry.kvops.store.arena import Arena
+from kvferry.kvops.store.private_arena import private_arena_path
 
 pytestmark = pytest.mark.vllm
 

@@ -18,7 +18,8 @@ from kvferry.kvops.errors import (
 from kvferry.kvops.store import arena as arena_module
 from kvferry.kvops.store import format as fmt
 from kvferry.kvops.store import locks, memory
-from kvferry.kvops.store.arena import Arena, private_arena_path, sweep_private_arenas
+from kvferry.kvops.store.arena import Arena
+from kvferry.kvops.store.private_arena import private_arena_path, sweep_private_arenas
 from kvferry.kvops.store.store import Store
 
 from .chunks import ARENA_BYTES, MIB, NAMESPACE, key, put, read
@@ -542,7 +543,7 @@ def test_creators_and_sweepers_do_not_undo_each_other(private, child):
     sweeper = child(
         f"from pathlib import Path\nfrom kvferry.kvops.store import memory\n"
         f"memory.private_directory = lambda: Path({str(private)!r})\n"
-        "from kvferry.kvops.store.arena import sweep_private_arenas\n"
+        "from kvferry.kvops.store.private_arena import sweep_private_arenas\n"
     ).wait_ready()
     path, stop = private_arena_path("engine"), private / "stop"
     sweeper.send(

@@ -10,11 +10,14 @@
         │   ├── ArenaMismatchError   it has another size, format or version than asked for
         │   ├── ArenaSpaceError      no room, or no permission, for it
         │   └── ArenaDamagedError    its own bookkeeping contradicts itself
+        ├── DiskError                the folder on disk that holds blobs
+        │   ├── DiskBusyError        a live process owns it
+        │   └── DiskDamagedError     its own bookkeeping contradicts itself
         ├── TransferError            moving bytes between the engine's pages and the arena
         └── UnsupportedEngineError   this engine, version, model or set-up is not one we can serve
 
-Whose fault it is follows from the branch: ``ConfigError`` is the user's to fix, ``ArenaError`` the
-machine's or another process's, ``UnsupportedEngineError`` the combination's. A wrong argument to a
+Whose fault it is follows from the branch: ``ConfigError`` is the user's to fix, ``ArenaError`` and
+``DiskError`` the machine's or another process's, ``UnsupportedEngineError`` the combination's. A wrong argument to a
 function is a plain ``ValueError`` or ``TypeError`` and not in this tree. A miss, a full store and a
 failed checksum are answers, not errors.
 """
@@ -46,6 +49,18 @@ class ArenaSpaceError(ArenaError):
 
 class ArenaDamagedError(ArenaError):
     """The arena's own bookkeeping contradicts itself; nothing in it is used."""
+
+
+class DiskError(KVFerryError):
+    """The folder of the disk tier cannot be used; the message says why and what to do."""
+
+
+class DiskBusyError(DiskError):
+    """A live process owns the folder; the message names its pid."""
+
+
+class DiskDamagedError(DiskError):
+    """The folder's own bookkeeping contradicts itself; nothing in it is used, and nothing is deleted."""
 
 
 class TransferError(KVFerryError):

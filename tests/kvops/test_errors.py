@@ -14,9 +14,15 @@ def test_the_tree_in_the_docstring_is_the_tree_in_the_code():
         if issubclass(item, Exception)
     }
     assert drawn == defined
-    below_arena = re.findall(r"│   [├└]── (\w+)", errors.__doc__)
-    assert below_arena
+    branches = {"ArenaError": [], "DiskError": []}
+    for depth, name in re.findall(r"^( +│?   )[├└]── (\w+)", errors.__doc__, re.MULTILINE):
+        if "│" in depth:
+            branches[branch].append(name)
+        else:
+            branch = name
+    assert all(branches.values())
     for name in defined:
         parents = getattr(errors, name).__mro__
         assert errors.KVFerryError in parents
-        assert (errors.ArenaError in parents) == (name in [*below_arena, "ArenaError"])
+        for root, below in branches.items():
+            assert (getattr(errors, root) in parents) == (name in [*below, root])

@@ -35,6 +35,7 @@ __all__ = [
     "GIB",
     "KIB",
     "MIB",
+    "OTHER_VARIABLES",
     "TIB",
     "VLLM_KEYS",
     "Config",
@@ -73,6 +74,12 @@ _OTHER_NAMES = {
     "kv_load_failure_policy": "on_load_failure",
 }
 """What neighbours call our settings; only used to answer an unknown key."""
+
+OTHER_VARIABLES = {
+    "KVFERRY_TRACE": "File for a trace of what each process does, such as /tmp/run.json; "
+    "every process adds its id to the name. Unset: none is made.",
+}
+"""Variables of ours that are no settings, with their help; only the environment has them."""
 
 _CAPPED = ", capped at half of arena_bytes"
 
@@ -258,8 +265,8 @@ def markdown_table() -> str:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the ``KVFERRY_*`` variables that are no setting, each with the near one it may mean."""
-    known = [ENV_PREFIX + field.name.upper() for field in _fields()]
+    """Return the ``KVFERRY_*`` variables that we do not know, each with the near one it may mean."""
+    known = [ENV_PREFIX + field.name.upper() for field in _fields()] + list(OTHER_VARIABLES)
     found: dict[str, str | None] = {}
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX) and variable not in known:

@@ -72,6 +72,7 @@ def test_config_explain(capsys, monkeypatch):
     assert ["verify", "off", "KVFERRY_VERIFY"] in [line.split() for line in lines]
     for row in Config().explain():
         assert f"    {row.help}" in lines
+    assert "KVFERRY_TRACE  unset  environment only" in lines
 
 
 def test_config_takes_the_whole_connector_config_too(capsys):

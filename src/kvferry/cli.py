@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry import __version__
-from kvferry.kvops.config import Config, markdown_table
+from kvferry.kvops.config import OTHER_VARIABLES, Config, markdown_table
 from kvferry.kvops.errors import ConfigError, KVFerryError
 
 EXIT_FAILED = 1
@@ -178,6 +178,10 @@ def _config(args: argparse.Namespace) -> int:
         if args.explain:
             print(f"    {row.help}")
             print(f"    accepts {row.accepts}; default {row.default}; {row.variable}")
+    if args.explain:
+        for variable, text in OTHER_VARIABLES.items():
+            value = os.environ.get(variable)
+            print(f"{variable}  {value or 'unset'}  environment only\n    {text}")
     return 0
 
 

@@ -6,10 +6,12 @@ import pickle
 
 import pytest
 
+from kvferry.kvops import trace
 from kvferry.kvops.config import (
     ENV_PREFIX,
     GIB,
     MIB,
+    OTHER_VARIABLES,
     VLLM_KEYS,
     Config,
     markdown_table,
@@ -192,6 +194,15 @@ def test_a_misspelt_variable_is_said_and_others_are_left_alone(caplog):
         "KVFERRY_ARENA_BYTE": "KVFERRY_ARENA_BYTES",
         "KVFERRY_SOMETHING": None,
     }
+
+
+def test_variables_that_are_no_settings_are_known_too(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert Config.read({}, dict.fromkeys(OTHER_VARIABLES, "/tmp/run.json")) == Config()
+    assert caplog.messages == []
+    assert unknown_variables(dict.fromkeys(OTHER_VARIABLES, "1")) == {}
+    assert unknown_variables({"KVFERRY_TRACES": "1"}) == {"KVFERRY_TRACES": trace.VARIABLE}
+    assert trace.VARIABLE in OTHER_VARIABLES
 
 
 def test_inflight_bytes_are_capped_at_half_of_the_arena():

@@ -112,6 +112,7 @@ class FileIo(Protocol):
         """Open a file and return its descriptor, mode 0600, never through a symbolic link.
 
         Args:
+            path: the file; the last part of it must not be a symbolic link.
             write: for reading and writing.
             create: it must not exist yet.
             direct: past the page cache; where the file system refuses that, buffered, with one loud line in a process.

@@ -15,6 +15,7 @@ def test_the_tree_in_the_docstring_is_the_tree_in_the_code():
     }
     assert drawn == defined
     branches = {"ArenaError": [], "DiskError": []}
+    branch = ""
     for depth, name in re.findall(r"^( +│?   )[├└]── (\w+)", errors.__doc__, re.MULTILINE):
         if "│" in depth:
             branches[branch].append(name)

@@ -77,7 +77,7 @@ import time
 import numpy as np
 import xxhash
 
-from .. import format as fmt
+from kvferry.kvops.store import format as fmt
 
 FORMAT_VERSION = 1
 PAGE = fmt.PAGE
@@ -97,6 +97,9 @@ MAX_SLOTS = 1 << 16
 
 GENERATION_COUNT_BITS = 40
 EPOCH_BITS = 64 - GENERATION_COUNT_BITS
+
+MIN_FRAME_HEADER_BYTES = fmt.header_bytes(1)
+MAX_FRAME_HEADER_BYTES = fmt.header_bytes(fmt.MAX_PARTS)
 
 CHECKED_BYTES = 56
 """Every structure has its check word there."""
@@ -265,15 +268,20 @@ def pack_header_page(
     """Write the whole header area of a blob into *buffer* at *at*.
 
     Args:
+        buffer: has :func:`header_area_bytes` of room from *at* on; all of them are written.
+        at: where the area begins.
+        generation: of the :class:`Place` that the blob goes to.
+        blob_bytes: bytes of all parts.
         frame_header: as it is in the arena, with a checksum for every part; its state word is left out.
 
     Raises:
         ValueError: the header has a size that no frame header has.
     """
     size = len(frame_header)
-    if size < fmt.HEADER_FIXED_BYTES + fmt.PART_BYTES or size % 64:
+    if size % 64 or not MIN_FRAME_HEADER_BYTES <= size <= MAX_FRAME_HEADER_BYTES:
         raise ValueError(
-            f"frame_header must be a multiple of 64 bytes, at least 128; got {size} bytes"
+            f"frame_header must be a multiple of 64 from {MIN_FRAME_HEADER_BYTES} to "
+            f"{MAX_FRAME_HEADER_BYTES} bytes; got {size}"
         )
     frame = _ZERO_WORD + bytes(frame_header[8:])
     fixed = _PREAMBLE.pack(
@@ -296,9 +304,7 @@ def read_header_page(page: bytes | bytearray | memoryview) -> BlobHeader | str:
         return FOREIGN if any(page[:PREAMBLE_BYTES]) else NO_HEADER
     if version > FORMAT_VERSION:
         return FUTURE_VERSION
-    if version < 1 or size % 64 or not fmt.HEADER_FIXED_BYTES + fmt.PART_BYTES <= size:
-        return DAMAGED_HEADER
-    if size > fmt.header_bytes(fmt.MAX_PARTS):
+    if version < 1 or size % 64 or not MIN_FRAME_HEADER_BYTES <= size <= MAX_FRAME_HEADER_BYTES:
         return DAMAGED_HEADER
     if PREAMBLE_BYTES + size > len(page):
         return CUT_OFF

@@ -36,7 +36,8 @@ class Ledger:
              "discarded", "resets"), 0,
         )  # fmt: skip
         self._verify = verify
-        self._is_sampling = verify is not Verify.ALWAYS
+        self._is_always = verify is Verify.ALWAYS
+        self._is_never = verify is Verify.OFF
         self._algorithm = int(Algorithm.NONE if verify is Verify.OFF else Algorithm.XXH3_64)
         self._words = arena.words
         self._buffer = arena.buffer
@@ -47,6 +48,7 @@ class Ledger:
         self._quarantine: list[Slot] = []
         self._strangers: list[tuple[int, int]] = []
         self._leased: set[Frame] = set()
+        self._pins: dict[Frame, int] = {}
         self._bad_words: list[int] = []
         self._bad_seen = 0
         self._attach_seen = -1
@@ -169,6 +171,8 @@ class Ledger:
         return False
 
     def _is_done(self, frame: Frame) -> bool:
+        if frame in self._pins:
+            return False
         parts = [
             fmt.PART.unpack_from(
                 self._buffer, frame.header + fmt.HEADER_FIXED_BYTES + n * fmt.PART_BYTES

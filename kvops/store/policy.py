@@ -3,6 +3,7 @@
 A policy never sees frames that are being written; held frames it sees and must pass over.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -31,6 +32,10 @@ class Policy(Protocol):
 
     def frames(self) -> list[Frame]:
         """Return the frames it holds, the one to give up first at the front."""
+        ...
+
+    def coldest(self, count: int) -> list[Frame]:
+        """Return up to *count* of them, the one to give up first at the front."""
         ...
 
     def __len__(self) -> int:
@@ -94,6 +99,11 @@ class Lru:
         """Return the frames it holds, least recently used first."""
         self._tidy()
         return list(self._queue)
+
+    def coldest(self, count: int) -> list[Frame]:
+        """Return up to *count* frames, least recently used first; fewer where many entries are outdated."""
+        front = itertools.islice(self._queue, 4 * count)
+        return [frame for frame in front if frame.entries == 1][:count]
 
     def __len__(self) -> int:
         """Return how many frames it holds."""

@@ -66,6 +66,11 @@ class Space:
                 return None
         return size_class.free.pop()
 
+    def free_bytes(self) -> int:
+        """Return the bytes of free places and free slabs."""
+        places = sum(len(c.free) * c.size.frame_bytes for c in self.classes.values())
+        return places + self.spans.by_slab.count(None) * self._arena.slab_bytes
+
     def take_slabs(self, slabs: int, *, evict: bool) -> Span | None:
         """Return a span of *slabs* slabs for an index, or None."""
         first = self.spans.find_free(slabs)

@@ -246,6 +246,36 @@ class Store(PutGet):
                 self._free(frame)
                 self.counts["bad"] += 1
 
+    def pin(self, frames: Iterable[Frame]) -> None:
+        """Keep ready frames where they are while this process itself reads them. Counted, as leases are.
+
+        Raises:
+            ValueError: a frame is not ready; those before it are pinned.
+        """
+        for frame in frames:
+            if self._words[frame.word] != frame.ready:
+                raise ValueError(f"frames must be ready; got {frame!r}, which is not")
+            frame.leases += 1
+            self._pins[frame] = self._pins.get(frame, 0) + 1
+
+    def unpin(self, frames: Iterable[Frame]) -> None:
+        """End what :meth:`pin` began; what was found corrupt, or was reset, meanwhile is freed."""
+        for frame in frames:
+            if self._pins[frame] == 1:
+                del self._pins[frame]
+            else:
+                self._pins[frame] -= 1
+            frame.leases -= 1
+            if frame.leases:
+                continue
+            self._leased.discard(frame)
+            self._space.changes += 1
+            if frame in self._orphans:
+                self._free_orphan(frame)
+            elif self._words[frame.word] != frame.ready:
+                self._free(frame)
+                self.counts["bad"] += 1
+
     def delete(self, keys: Iterable[bytes]) -> list[bool]:
         """Delete chunks that are ready and that no load reads; return which."""
         out = []
@@ -294,10 +324,23 @@ class Store(PutGet):
 
     def abandon(self) -> int:
         """Free what :meth:`reap` waits for, because no worker is alive to touch it; return how many frames."""
-        gone = list(self._orphans)
+        gone = [frame for frame in self._orphans if frame not in self._pins]
         for frame in gone:
             self._free_orphan(frame)
         return len(gone)
+
+    def coldest(self, count: int) -> list[Frame]:
+        """Return up to *count* frames of this namespace for each size, those to be given up first at the front."""
+        return [
+            frame
+            for size_class in self._space.classes.values()
+            for frame in size_class.policy.coldest(count)
+            if frame.namespace == self.namespace
+        ]
+
+    def free_share(self) -> float:
+        """Return the share of the arena's memory for frames that holds none, 0 to 1."""
+        return self._space.free_bytes() / (self.arena.slab_count * self.arena.slab_bytes)
 
     def take_evicted(self) -> list[bytes]:
         """Return the keys evicted since the last call, oldest first, the latest 65,536 at most."""

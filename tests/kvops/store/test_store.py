@@ -615,3 +615,110 @@ def test_closing_after_the_arena_is_no_error(open_store):
     store.arena.close()
     # its descriptor is gone, or by now somebody else's
     store.close()
+
+
+# --- half a call -----------------------------------------------------------------------------------------------
+
+
+def test_a_put_that_fails_in_the_middle_leaves_nothing_of_itself(store):
+    put(store, keys(2), 4096)
+    before = store.stats()
+    strided = memoryview(bytearray(8192))[::2]
+    with pytest.raises(TypeError):
+        store.put(keys(3, first=10), [b"a" * 4096, strided, b"c" * 4096])
+    gone = store.put(keys(3, first=10), [b"d" * 4096] * 3)
+    # a blob before the one at fault may be there; nothing is half there
+    assert all(answer in (True, Reserve.EXISTS) for answer in gone)
+    assert read(store, keys(3, first=10), 4096)[1:] == [b"d" * 4096] * 2
+    assert store.stats()["writing_frames"] == before["writing_frames"] == 0
+    drain(store)
+
+
+def test_an_interrupt_between_the_copies_of_a_put_leaves_nothing_readable(store, monkeypatch):
+    wanted = keys(3)
+    seen = []
+
+    class Interrupting:
+        def insert(self, tag, place):
+            seen.append(tag)
+            if len(seen) == 2:
+                raise KeyboardInterrupt
+            inner.insert(tag, place)
+
+        def __getattr__(self, name):
+            return getattr(inner, name)
+
+    inner = store._index
+    monkeypatch.setattr(store, "_index", Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        put(store, wanted, 4096)
+    monkeypatch.setattr(store, "_index", inner)
+    assert store.lookup(wanted) == [HIT, MISS, MISS]
+    audit(store)
+    assert put(store, wanted, 4096) == [Reserve.EXISTS, True, True]
+    assert read(store, wanted, 4096) == [blob(k, 4096) for k in wanted]
+    drain(store)
+
+
+# --- pins ------------------------------------------------------------------------------------------------------
+
+
+def test_a_pinned_frame_is_not_evicted(store):
+    put(store, [key(0)], LARGE)
+    frame = store.frames[key(0)]
+    store.pin([frame, frame])
+    put(store, keys(60, first=1), LARGE)
+    assert read(store, [key(0)], LARGE) == [blob(key(0), LARGE)]
+    store.unpin([frame])
+    put(store, keys(60, first=100), LARGE)
+    assert store.lookup([key(0)]) == [HIT]
+    store.unpin([frame])
+    put(store, keys(60, first=200), LARGE)
+    assert store.lookup([key(0)]) == [MISS]
+    drain(store)
+
+
+def test_a_pinned_frame_outlives_a_reset_and_is_freed_by_the_last_unpin(store):
+    put(store, keys(2), LARGE)
+    frame = store.frames[key(0)]
+    store.pin([frame])
+    store.new_epoch(OTHER)
+    assert store.reap() == 1
+    assert store.abandon() == 0
+    assert bytes(store.arena.buffer[frame.offset : frame.offset + LARGE]) == blob(key(0), LARGE)
+    store.unpin([frame])
+    assert store.reap() == 0
+    assert store.stats()["orphaned_frames"] == 0
+    drain(store)
+
+
+def test_what_is_not_ready_is_not_pinned(store):
+    (frame,) = store.reserve([key(1)], 4096)
+    with pytest.raises(ValueError, match="frames must be ready"):
+        store.pin([frame])
+    store.abort([frame])
+    drain(store)
+
+
+def test_a_pinned_frame_that_a_worker_found_corrupt_goes_when_both_let_go(open_store):
+    store, (frames,) = open_store()
+    put(store, [key(1)], 4096)
+    frame = store.frames[key(1)]
+    store.pin([frame])
+    store.lease([frame])
+    frames.begin_read(frame.header, frame.generation)
+    frames.finish_read(frame.header, frame.generation, ok=False)
+    store.release([frame])
+    assert store.lookup([key(1)]) == [MISS]
+    assert store.counts["bad"] == 0
+    store.unpin([frame])
+    assert store.counts["bad"] == 1
+    assert key(1) not in store.frames
+
+
+def test_the_coldest_frames_come_in_the_order_in_which_they_would_go(store):
+    put(store, keys(6), LARGE)
+    store.touch([key(0), key(2)])
+    assert [f.key for f in store.coldest(3)] == [key(1), key(3), key(4)]
+    assert 0 < store.free_share() < 1
+    drain(store)

@@ -4,6 +4,7 @@ A case ends with one line of JSON, its result. Engines run in this process (no e
 reach into the store; several cases may share the process, one after the other, which saves importing vLLM for each.
 """
 
+import ctypes
 import gc
 import json
 import os
@@ -350,6 +351,23 @@ def refused(extra, transfer=None, model="llama"):
 
         ensure_kv_transfer_shutdown()
     return {"type": None}
+
+
+def refused_on_a_full_tmpfs(folder):
+    """As *refused*, with the arena on a tmpfs of 20 MiB that only this thread can see."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_namespace, recursive_private = 0x20000, 0x4000 | 0x40000
+    if (
+        libc.unshare(new_namespace)
+        or libc.mount(None, b"/", None, recursive_private, None)
+        or libc.mount(b"none", folder.encode(), b"tmpfs", 0, b"size=20m")
+    ):
+        return {"skip": os.strerror(ctypes.get_errno())}
+    try:
+        result = refused({"arena_path": os.path.join(folder, "full.arena")})
+        return {**result, "left": os.listdir(folder)}
+    finally:
+        libc.umount(folder.encode())
 
 
 def answer(case, arguments):

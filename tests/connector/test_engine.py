@@ -1,88 +1,11 @@
 """A real engine with the connector: cold, from the store, after damage, after a restart. Each case in its own process."""
 
-import json
-import os
-import selectors
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 long = pytest.mark.long
-
-CASES = Path(__file__).with_name("engine_cases.py")
-TIMEOUT_S = 600
-
-
-class Worker:
-    """A process that runs cases one after the other; a new one takes over where a case ended it."""
-
-    def __init__(self, log):
-        self.log = log
-        self.process = None
-
-    def run(self, case, arguments):
-        if self.process is None or self.process.poll() is not None:
-            self.start()
-        self.process.stdin.write(json.dumps([case, arguments]).encode() + b"\n")
-        self.process.stdin.flush()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.answers, selectors.EVENT_READ)
-            line = self.answers.readline() if selector.select(TIMEOUT_S) else b""
-        if not line:
-            self.stop()
-        answer = json.loads(line or b'{"error": "no answer"}')
-        assert "error" not in answer, (
-            f"{answer['error']}\n{self.log.read_text(errors='replace')[-4000:]}"
-        )
-        return answer["result"]
-
-    def start(self):
-        self.stop()
-        read_end, write_end = os.pipe()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(CASES), "serve", str(write_end)],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(write_end,), env=environment,
-                start_new_session=True,
-            )  # fmt: skip
-        os.close(write_end)
-        self.answers = os.fdopen(read_end, "rb", buffering=0)
-
-    def stop(self):
-        if self.process is not None:
-            self.process.stdin.close()
-            self.answers.close()
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
-            self.process = None
-
-
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory):
-    worker = Worker(tmp_path_factory.mktemp("engine") / "engine.log")
-    yield worker
-    worker.stop()
-
-
-@pytest.fixture
-def run(worker):
-    return lambda case, **arguments: worker.run(case, arguments)
-
-
-@pytest.fixture
-def run_alone(tmp_path):
-    """Run a case in a process of its own: for engines that have processes below them."""
-    worker = Worker(tmp_path / "engine.log")
-    yield lambda case, **arguments: worker.run(case, arguments)
-    worker.stop()
 
 
 def assert_nothing_leaked(result):
@@ -225,54 +148,3 @@ def test_a_model_with_recurrent_state_starts_with_the_tier_off(run):
     result = run("recurrent")
     assert result["connector"] == "IdleConnector"
     assert result["first"] == result["second"]
-
-
-PLAIN = {
-    "kv_connector": "OffloadingConnector",
-    "kv_connector_module_path": None,
-    "kv_connector_extra_config": {"spec_name": "KVFerrySpec", "spec_module_path": "kvferry.vllm"},
-}
-
-
-@pytest.mark.parametrize(
-    ("extra", "transfer", "kind", "says"),
-    [
-        pytest.param(
-            {"arena_byte": "1GiB"},
-            None,
-            "ConfigError",
-            "did you mean 'arena_bytes'",
-            id="unknown-key",
-        ),
-        pytest.param(
-            {"arena_bytes": "1 parsec"}, None, "ConfigError", "arena_bytes must be", id="unit"
-        ),
-        pytest.param(
-            {"canonical_layout": True},
-            None,
-            "ConfigError",
-            "canonical_layout must be false",
-            id="canonical",
-        ),
-        pytest.param(
-            {"spec_name": "CPUOffloadingSpec"},
-            None,
-            "ConfigError",
-            "spec_name must be left out",
-            id="spec",
-        ),
-        pytest.param(
-            {"arena_bytes": "64TiB"}, None, "ArenaSpaceError", "arena_bytes must fit", id="no-room"
-        ),
-        pytest.param(
-            {"arena_path": "/proc/no/such"}, None, "ArenaSpaceError", "/proc/no/such", id="no-place"
-        ),
-        pytest.param({}, PLAIN, "UnsupportedEngineError", "KVFerryConnector", id="plain-connector"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_with_one_sentence(run, extra, transfer, kind, says):
-    result = run("refused", extra=extra, transfer=transfer)
-    assert result["type"] == kind
-    assert says in result["message"]
-    assert "\n" not in result["message"]
-    assert result["cause"] == "None"

@@ -208,20 +208,21 @@ def _progress(text: str) -> None:
 
 def print_table(figures: Sequence[Figure]) -> None:
     """Print one line for each figure."""
-    print(f"{'case':<26} {'provider':<14} {'bytes':>10} {'p50 us':>10} {'p20':>9} {'p80':>9} {'GB/s':>7} "
+    wide = max([14, *(len(figure.provider) for figure in figures)])
+    print(f"{'case':<26} {'provider':<{wide}} {'bytes':>10} {'p50 us':>10} {'p20':>9} {'p80':>9} {'GB/s':>7} "
           f"{'of roof':>8} {'vs baseline':>12}  match")  # fmt: skip
     for figure in figures:
         case = figure.case
         if not figure.match:
             print(
-                f"{case.name:<26} {figure.provider:<14} {case.num_bytes:>10} {'wrong bytes: no figures':>60}  NO"
+                f"{case.name:<26} {figure.provider:<{wide}} {case.num_bytes:>10} {'wrong bytes: no figures':>60}  NO"
             )
             continue
         low, high = _quantiles(figure.us)
         moved = case.num_bytes > 0
         speed = f"{case.num_bytes / figure.p50 / 1e3:7.2f}" if moved else f"{'':>7}"
         share = f"{100 / figure.ratio:6.0f} %" if moved else f"{'':>8}"
-        print(f"{case.name:<26} {figure.provider:<14} {case.num_bytes:>10} {figure.p50:>10.3f} {low:>9.3f} "
+        print(f"{case.name:<26} {figure.provider:<{wide}} {case.num_bytes:>10} {figure.p50:>10.3f} {low:>9.3f} "
               f"{high:>9.3f} {speed} {share} {figure.ratio:>11.3f}x  yes")  # fmt: skip
 
 

@@ -25,8 +25,8 @@ for _call in _CALLS.values():
     _call.restype = ctypes.c_ssize_t
 
 
-class Engine(FileCalls):
-    """Base of the engines: bounds on what is in flight.
+class Bounded:
+    """How much an engine has in flight, and may have.
 
     Args:
         depth: requests in flight at the most.
@@ -77,6 +77,10 @@ class Engine(FileCalls):
     def _forget(self, request: Request) -> None:
         self._count -= 1
         self._bytes -= request.num_bytes
+
+
+class Engine(Bounded, FileCalls):
+    """Base of the engines that do the I/O themselves."""
 
 
 class Iovecs:

@@ -27,7 +27,7 @@ Slot: header area (header page), then the bytes of the blob. So a save is one wr
 Header page of a blob
     0   8s   magic          b"KVFBLOB1"
     8   u32  version        FORMAT_VERSION
-    12  u32  frame_header_bytes  H, multiple of 64
+    12  u32  frame header   H, its size: 96 bytes and 32 for each part
     16  u64  generation     which life of the slot this is
     24  u64  blob_bytes     bytes of all parts
     32  u64  written        Unix time, nanoseconds
@@ -73,6 +73,7 @@ import dataclasses
 import enum
 import struct
 import time
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -98,8 +99,8 @@ MAX_SLOTS = 1 << 16
 GENERATION_COUNT_BITS = 40
 EPOCH_BITS = 64 - GENERATION_COUNT_BITS
 
-MIN_FRAME_HEADER_BYTES = fmt.header_bytes(1)
-MAX_FRAME_HEADER_BYTES = fmt.header_bytes(fmt.MAX_PARTS)
+_PART_COUNT = 90
+"""Where a frame header says how many parts it has."""
 
 CHECKED_BYTES = 56
 """Every structure has its check word there."""
@@ -129,37 +130,29 @@ RECORD_DTYPE = np.dtype(
 )
 """A journal record for numpy."""
 
-# what can be wrong with a blob on disk: a closed set
-NO_HEADER = "no header"
+# what can be wrong with a blob or a file: a closed set, see REASONS
+EMPTY = "empty"
+MAGIC = "magic"
+VERSION = "version"
+HEADER = "header"
+STALE = "stale"
 FOREIGN = "foreign"
-FUTURE_VERSION = "future version"
-DAMAGED_HEADER = "damaged header"
-OTHER_GENERATION = "other generation"
-OTHER_KEY = "other key"
-WRONG_CHECKSUM = "wrong checksum"
-CUT_OFF = "cut off"
+SHAPE = "shape"
+CHECKSUM = "checksum"
+TRUNCATED = "truncated"
 UNREADABLE = "unreadable"
-OTHER_REASON = "other"
+OTHER = "other"
 
 REASONS = (
-    "",
-    NO_HEADER,
-    FOREIGN,
-    FUTURE_VERSION,
-    DAMAGED_HEADER,
-    OTHER_GENERATION,
-    OTHER_KEY,
-    WRONG_CHECKSUM,
-    CUT_OFF,
-    UNREADABLE,
-    OTHER_REASON,
-)
-"""Why a slot is in quarantine. In their order:
+    "", EMPTY, MAGIC, VERSION, HEADER, STALE, FOREIGN, SHAPE, CHECKSUM, TRUNCATED, UNREADABLE, OTHER,
+)  # fmt: skip
+"""Why something on disk is not used; the place of a reason is its number in a journal record.
 
-nothing · the page is zeros, no blob was ever written there · another magic · a version that this kvferry does not
-read · check, sizes or part table do not fit · a sound header of another save into this slot · a sound header of another
-blob · the bytes of a part are not those that were saved · the file ends before the slot does · the drive reported an
-error · something else.
+empty: zeros, nothing was ever written there · magic: not made by kvferry · version: made by a later one · header: check,
+sizes or part table do not fit · stale: a sound header, of another save into that slot · foreign: a sound header, of
+another blob; a segment with another number than its name says · shape: other sizes than expected · checksum: the bytes
+of a part are not those that were saved · truncated: the file is shorter than it should be · unreadable: the drive
+reported an error, or it is no regular file · other: none of these.
 """
 
 
@@ -172,15 +165,14 @@ class Kind(enum.IntEnum):
     EPOCH = 4
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """One rank's share of a blob, as the header page tells it. *bytes* from *offset* in the blob on."""
+class Part(NamedTuple):
+    """One rank's share of a blob, as the header page tells it: *num_bytes* from *offset* in the blob on."""
 
     rank: int
     state: int
     algorithm: int
     offset: int
-    bytes: int
+    num_bytes: int
     checksum: int
 
 
@@ -236,22 +228,27 @@ def namespace_tag(namespace: bytes) -> int:
 
 def reason_code(reason: str) -> int:
     """Return the number of *reason*; what is not in the closed set counts as "other"."""
-    return REASONS.index(reason if reason in REASONS else OTHER_REASON)
+    return REASONS.index(reason if reason in REASONS else OTHER)
 
 
 def reason_name(code: int) -> str:
     """Return what *code* means."""
-    return REASONS[code] if code < len(REASONS) else OTHER_REASON
+    return REASONS[code] if code < len(REASONS) else OTHER
 
 
-def header_area_bytes(parts: int) -> int:
+def frame_header_bytes(parts: int) -> int:
+    """Return the size of a frame header with *parts* parts as it lies on disk, without what rounds it up in memory."""
+    return fmt.HEADER_FIXED_BYTES + parts * fmt.PART_BYTES
+
+
+def header_area(parts: int) -> int:
     """Return the size of a slot's header area for a blob of *parts* parts: one page up to 123 of them."""
     return fmt.round_up(PREAMBLE_BYTES + fmt.header_bytes(parts), PAGE)
 
 
 def slot_bytes_for(blob_bytes: int, parts: int) -> int:
     """Return the size of the slot of such a blob."""
-    return header_area_bytes(parts) + fmt.round_up(blob_bytes, PAGE)
+    return header_area(parts) + fmt.round_up(blob_bytes, PAGE)
 
 
 # --- header page -------------------------------------------------------------------------------------------------
@@ -268,7 +265,7 @@ def pack_header_page(
     """Write the whole header area of a blob into *buffer* at *at*.
 
     Args:
-        buffer: has :func:`header_area_bytes` of room from *at* on; all of them are written.
+        buffer: has :func:`header_area` of room from *at* on; all of them are written.
         at: where the area begins.
         generation: of the :class:`Place` that the blob goes to.
         blob_bytes: bytes of all parts.
@@ -277,13 +274,13 @@ def pack_header_page(
     Raises:
         ValueError: the header has a size that no frame header has.
     """
-    size = len(frame_header)
-    if size % 64 or not MIN_FRAME_HEADER_BYTES <= size <= MAX_FRAME_HEADER_BYTES:
+    count = int.from_bytes(frame_header[_PART_COUNT : _PART_COUNT + 2], "little")
+    size = frame_header_bytes(count)
+    if not 0 < count <= fmt.MAX_PARTS or len(frame_header) < size:
         raise ValueError(
-            f"frame_header must be a multiple of 64 from {MIN_FRAME_HEADER_BYTES} to "
-            f"{MAX_FRAME_HEADER_BYTES} bytes; got {size}"
+            f"frame_header must be {size} bytes for its {count} parts (1 to {fmt.MAX_PARTS}); got {len(frame_header)}"
         )
-    frame = _ZERO_WORD + bytes(frame_header[8:])
+    frame = _ZERO_WORD + bytes(frame_header[8:size])
     fixed = _PREAMBLE.pack(
         BLOB_MAGIC, FORMAT_VERSION, size, generation, blob_bytes, time.time_ns(), 0, 0
     )
@@ -298,20 +295,20 @@ def read_header_page(page: bytes | bytearray | memoryview) -> BlobHeader | str:
     Whether it is the blob that was looked for, generation and tag, is for the caller to compare.
     """
     if len(page) < PREAMBLE_BYTES:
-        return CUT_OFF
+        return TRUNCATED
     magic, version, size, generation, blob_bytes, written, _, _ = _PREAMBLE.unpack_from(page)
     if magic != BLOB_MAGIC:
-        return FOREIGN if any(page[:PREAMBLE_BYTES]) else NO_HEADER
+        return MAGIC if any(page[:PREAMBLE_BYTES]) else EMPTY
     if version > FORMAT_VERSION:
-        return FUTURE_VERSION
-    if version < 1 or size % 64 or not MIN_FRAME_HEADER_BYTES <= size <= MAX_FRAME_HEADER_BYTES:
-        return DAMAGED_HEADER
+        return VERSION
+    if version < 1 or not frame_header_bytes(1) <= size <= frame_header_bytes(fmt.MAX_PARTS):
+        return HEADER
     if PREAMBLE_BYTES + size > len(page):
-        return CUT_OFF
+        return TRUNCATED
     frame = bytes(page[PREAMBLE_BYTES : PREAMBLE_BYTES + size])
     (check,) = _CHECK.unpack_from(page, CHECKED_BYTES)
     if check != xxhash.xxh3_64_intdigest(bytes(page[:CHECKED_BYTES]) + frame):
-        return DAMAGED_HEADER
+        return HEADER
     return _read_frame_header(frame, generation, blob_bytes, written)
 
 
@@ -327,10 +324,10 @@ def _read_frame_header(
         and stored_bytes == blob_bytes
         and fmt.KEY_BYTES_MIN <= key_bytes <= fmt.KEY_BYTES_MAX
         and 0 < count <= fmt.MAX_PARTS
-        and fmt.header_bytes(count) == len(frame)
+        and frame_header_bytes(count) == len(frame)
     )
     if not sane:
-        return DAMAGED_HEADER
+        return HEADER
     parts = []
     end = 0
     for number in range(count):
@@ -338,11 +335,11 @@ def _read_frame_header(
             frame, fmt.HEADER_FIXED_BYTES + number * fmt.PART_BYTES
         )
         if rank != number or offset != end or state != fmt.PartState.READY:
-            return DAMAGED_HEADER
+            return HEADER
         end += num_bytes
         parts.append(Part(rank, state, algorithm, offset, num_bytes, checksum))
     if end != blob_bytes:
-        return DAMAGED_HEADER
+        return HEADER
     return BlobHeader(
         generation, blob_bytes, written, key[:key_bytes], namespace, tokens, tuple(parts), frame
     )
@@ -363,13 +360,13 @@ def pack_superblock(block: Superblock) -> bytes:
 def read_superblock(page: bytes) -> Superblock | str:
     """Return what the first page of a segment says, or which of :data:`REASONS` it says nothing for."""
     if len(page) < SUPERBLOCK_BYTES:
-        return CUT_OFF
+        return TRUNCATED
     fields = _SUPERBLOCK.unpack_from(page)
     magic, version, segment, slot_bytes, slots, header_bytes, created, born, _ = fields
     if magic != SEGMENT_MAGIC:
-        return FOREIGN if any(page) else NO_HEADER
+        return MAGIC if any(page) else EMPTY
     if version > FORMAT_VERSION:
-        return FUTURE_VERSION
+        return VERSION
     sane = (
         version == FORMAT_VERSION
         and _check_holds(page)
@@ -379,7 +376,7 @@ def read_superblock(page: bytes) -> Superblock | str:
         and not (header_bytes % PAGE or slot_bytes % PAGE)
     )
     if not sane:
-        return DAMAGED_HEADER
+        return HEADER
     return Superblock(segment, slot_bytes, slots, header_bytes, created, born)
 
 
@@ -396,13 +393,13 @@ def pack_journal_header(epoch: int) -> bytes:
 def read_journal_header(head: bytes) -> int | str:
     """Return the epoch in a journal's header, or which of :data:`REASONS` it can't be used for."""
     if len(head) < JOURNAL_HEADER_BYTES:
-        return CUT_OFF
+        return TRUNCATED
     magic, version, _, epoch, _ = _JOURNAL_HEADER.unpack_from(head)
     if magic != JOURNAL_MAGIC:
-        return FOREIGN if any(head) else NO_HEADER
+        return MAGIC if any(head) else EMPTY
     if version > FORMAT_VERSION:
-        return FUTURE_VERSION
-    return int(epoch) if version == FORMAT_VERSION and _check_holds(head) else DAMAGED_HEADER
+        return VERSION
+    return int(epoch) if version == FORMAT_VERSION and _check_holds(head) else HEADER
 
 
 def pack_record(

@@ -1,0 +1,333 @@
+"""From the files of a folder to rows in memory: superblocks first, then the journal over them.
+
+The order of the records does not matter beyond the rule in format.py, so whole chunks are applied at once. A record is
+passed over, and counted, if its check does not hold, its segment is missing or was made after it, or its blob does not
+fit the slots there.
+"""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.kvops.errors import DiskError
+from kvferry.kvops.store import format as fmt
+from kvferry.kvops.store.file_io import FileIo
+
+from . import folder as folders
+from . import format as disk
+from . import journal as journals
+from . import table as tbl
+from .slots import Segment
+from .table import State, Table
+
+
+@dataclasses.dataclass(slots=True)
+class Found:
+    """What opening a folder brought to light.
+
+    Attributes:
+        segments: those that can be used, each with the bytes that it takes on the disk.
+        epoch: the highest that anything mentions.
+        fd: the journal, open, or -1. number: the highest of any journal. end: where its last sound record ends.
+        num_bytes: how long the journal is.
+        is_damaged: whether its header is; its records were used all the same.
+        superseded: older journals. unusable: files and why.
+        records: sound ones. discarded: those that were passed over.
+        doubles: records that unlist a blob that lies in two slots, by entry.
+        ticks: the last one that was given to a blob.
+    """
+
+    segments: list[tuple[Segment, int]] = dataclasses.field(default_factory=list)
+    epoch: int = 0
+    fd: int = -1
+    path: Path | None = None
+    number: int = 0
+    end: int = disk.JOURNAL_HEADER_BYTES
+    num_bytes: int = 0
+    is_damaged: bool = False
+    superseded: list[Path] = dataclasses.field(default_factory=list)
+    unusable: list[tuple[Path, str]] = dataclasses.field(default_factory=list)
+    records: int = 0
+    discarded: int = 0
+    doubles: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    ticks: int = 0
+
+
+logger = logging.getLogger(__name__)
+
+
+def read_folder(
+    io: FileIo,
+    folder: Path,
+    listing: folders.Listing,
+    table: Table,
+    *,
+    write: bool,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Found:
+    """Read everything in a folder into *table*; change nothing.
+
+    Raises:
+        DiskError: the journal is of a later version.
+        OSError: something could not be read; no file is left open.
+    """
+    found = Found()
+    # before the segments: in a folder that lives, a segment may be younger than the journal, not the other way round
+    _open_journal(io, folder, listing, found, write=write)
+    try:
+        for number, path in sorted(listing.segments.items()):
+            _read_segment(io, number, path, table, found)
+        if found.fd >= 0:
+            _apply_journal(io, table, found, on_progress)
+        _unlist_doubles(table, found)
+        _set_ticks(table, found)
+    except BaseException:
+        if found.fd >= 0:
+            io.close_file(found.fd)
+        raise
+    return found
+
+
+def _open_journal(
+    io: FileIo, folder: Path, listing: folders.Listing, found: Found, *, write: bool
+) -> None:
+    found.number = max(listing.journals, default=0)
+    for _, path in sorted(listing.journals.items(), reverse=True):
+        if found.fd >= 0:
+            found.superseded.append(path)
+            continue
+        if not folders.is_regular(path):
+            found.unusable.append((path, disk.UNREADABLE))
+            continue
+        fd = io.open(path, write=write, direct=False)
+        try:
+            head = disk.read_journal_header(io.read_now(fd, disk.JOURNAL_HEADER_BYTES, 0))
+            if head == disk.VERSION:
+                raise DiskError(
+                    f"{path} was written by a later kvferry; use that one, or delete all blobs: "
+                    f"kvferry disk wipe {folder}"
+                )
+            num_bytes = os.fstat(fd).st_size
+        except BaseException:
+            io.close_file(fd)
+            raise
+        if isinstance(head, str) and head != disk.HEADER:
+            io.close_file(fd)
+            found.unusable.append((path, head))
+            continue
+        found.fd, found.path, found.num_bytes = fd, path, num_bytes
+        found.is_damaged = isinstance(head, str)
+        found.epoch = max(found.epoch, head if isinstance(head, int) else 0)
+
+
+def _read_segment(io: FileIo, number: int, path: Path, table: Table, found: Found) -> None:
+    try:
+        if not folders.is_regular(path):
+            found.unusable.append((path, disk.UNREADABLE))
+            return
+        fd = io.open(path, write=False)
+    except FileNotFoundError:
+        # its owner, which lives, has given it up meanwhile
+        return
+    try:
+        block = disk.read_superblock(io.read_now(fd, disk.SUPERBLOCK_BYTES, 0))
+        status = os.fstat(fd)
+    finally:
+        io.close_file(fd)
+    if isinstance(block, str):
+        found.unusable.append((path, block))
+    elif block.segment != number:
+        found.unusable.append((path, disk.FOREIGN))
+    elif status.st_size != block.file_bytes:
+        short = status.st_size < block.file_bytes
+        found.unusable.append((path, disk.TRUNCATED if short else disk.SHAPE))
+    else:
+        table.add_segment(number, block.slots)
+        found.segments.append((Segment(block), status.st_blocks * 512))
+        found.epoch = max(found.epoch, block.born >> disk.GENERATION_COUNT_BITS)
+
+
+def _apply_journal(
+    io: FileIo, table: Table, found: Found, on_progress: Callable[[int, int], None] | None
+) -> None:
+    blocks = {segment.number: segment.block for segment, _ in found.segments}
+    for records, end in journals.read_records(io, found.fd, found.num_bytes, on_progress):
+        found.end = end
+        found.records += len(records)
+        newest = int(records["generation"].max()) >> disk.GENERATION_COUNT_BITS
+        found.epoch = max(found.epoch, newest)
+        found.discarded += _apply(table, blocks, records)
+    whole = -(-(found.num_bytes - disk.JOURNAL_HEADER_BYTES) // disk.RECORD_BYTES)
+    found.discarded += max(0, whole - found.records)
+
+
+def _apply(table: Table, blocks: dict[int, disk.Superblock], records: journals.Records) -> int:
+    """Write a chunk of records into the rows; return how many can't be used."""
+    kinds = records["kind"]
+    known = (kinds >= disk.Kind.PUT) & (kinds <= disk.Kind.QUARANTINE)
+    discarded = int((kinds > disk.Kind.EPOCH).sum() + (kinds == 0).sum())
+    records = records[known]
+    if not len(records):
+        return discarded
+    # the sort keeps the order of equal ones, so the last of each slot is the one that holds
+    order = np.lexsort((records["generation"], records["slot"], records["segment"]))
+    segments, slots = records["segment"][order], records["slot"][order]
+    is_last = np.append((segments[1:] != segments[:-1]) | (slots[1:] != slots[:-1]), True)
+    begins = np.flatnonzero(np.append(True, segments[1:] != segments[:-1]))
+    for begin, end in zip(begins, [*begins[1:], len(order)], strict=True):
+        of_segment = records[order[begin:end]]
+        block = blocks.get(int(of_segment["segment"][0]))
+        if block is None:
+            discarded += len(of_segment)
+            continue
+        fits = _fits(block, of_segment)
+        discarded += int((~fits).sum())
+        if fits.all():
+            _write_rows(table, block.segment, of_segment[is_last[begin:end]])
+        elif fits.any():
+            _write_rows(table, block.segment, _last_of_slot(of_segment[fits]))
+    return discarded
+
+
+def _last_of_slot(records: journals.Records) -> journals.Records:
+    slots = records["slot"]
+    return records[np.append(slots[1:] != slots[:-1], True)]
+
+
+def _fits(
+    block: disk.Superblock, records: journals.Records
+) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    """Return which records can be meant for a segment."""
+    parts = records["parts"].astype(np.int64)
+    header = disk.PREAMBLE_BYTES + fmt.HEADER_FIXED_BYTES + parts * fmt.PART_BYTES
+    area = -(-header // disk.PAGE) * disk.PAGE
+    room = np.uint64(block.slot_bytes - block.header_bytes)
+    # at most a page less than there is room for, without rounding numbers up that may be near 2^64
+    blob_bytes = records["blob_bytes"]
+    same_size = (blob_bytes <= room) & (blob_bytes + np.uint64(disk.PAGE) > room)
+    return np.asarray(
+        (records["slot"] < block.slots)
+        & (records["generation"] >= np.uint64(block.born))
+        & (area == block.header_bytes)
+        & same_size
+    )
+
+
+def _write_rows(table: Table, segment: int, records: journals.Records) -> None:
+    rows = table.columns(segment)
+    slots = records["slot"].astype(np.int64)
+    newer = records["generation"] >= rows[slots, tbl.GENERATION]
+    slots, records = slots[newer], records[newer]
+    states = np.zeros(256, np.uint64)
+    states[disk.Kind.PUT] = State.READY
+    states[disk.Kind.QUARANTINE] = State.QUARANTINED
+    rows[slots, tbl.TAG_LO] = records["tag_lo"]
+    rows[slots, tbl.TAG_HI] = records["tag_hi"]
+    rows[slots, tbl.GENERATION] = records["generation"]
+    rows[slots, tbl.BLOB_BYTES] = records["blob_bytes"]
+    rows[slots, tbl.NAMESPACE] = records["namespace"]
+    wide = {name: records[name].astype(np.uint64) for name in ("time", "parts", "reason")}
+    rows[slots, tbl.FACTS] = (
+        wide["time"] << np.uint64(32)
+        | wide["parts"] << np.uint64(16)
+        | wide["reason"] << np.uint64(8)
+        | states[records["kind"]]
+    )
+
+
+def _ready(table: Table, found: Found) -> tuple[tbl.Words, tbl.Words]:
+    """Return entries and rows ``[blobs, (tag_lo, tag_hi, generation)]`` of all blobs."""
+    entries, rows = [np.empty(0, np.uint64)], [np.empty((0, 3), np.uint64)]
+    for segment, _ in found.segments:
+        slots = np.flatnonzero(table.states(segment.number) == State.READY)
+        entries.append(slots.astype(np.uint64) | np.uint64(segment.number << tbl.SLOT_BITS))
+        rows.append(table.columns(segment.number)[slots, :3])
+    return np.concatenate(entries), np.concatenate(rows)
+
+
+def _unlist_doubles(table: Table, found: Found) -> None:
+    """Of a blob that lies in two slots (the record of its removal was lost), keep the one that was saved last."""
+    entries, rows = _ready(table, found)
+    order = np.lexsort((rows[:, tbl.GENERATION], rows[:, tbl.TAG_HI], rows[:, tbl.TAG_LO]))
+    tags = rows[order, :2]
+    for place in np.flatnonzero((tags[1:] == tags[:-1]).all(axis=1)):
+        entry = int(entries[order[place]])
+        found.doubles[entry] = remove_record(table, entry)
+        words, at = table.row(entry)
+        words[at + tbl.FACTS] = State.FREE
+
+
+def _set_ticks(table: Table, found: Found) -> None:
+    """Take the order of the saves for the order of the last uses, which nobody wrote down."""
+    entries, rows = _ready(table, found)
+    found.ticks = len(entries)
+    ticks = np.empty(len(entries), np.uint64)
+    ticks[np.argsort(rows[:, tbl.GENERATION])] = np.arange(1, len(entries) + 1, dtype=np.uint64)
+    at = 0
+    for segment, _ in found.segments:
+        columns = table.columns(segment.number)
+        ready = table.states(segment.number) == State.READY
+        count = int(ready.sum())
+        columns[ready, tbl.USE] = ticks[at : at + count] << np.uint64(tbl.TICK_SHIFT)
+        at += count
+
+
+# --- from rows to records -----------------------------------------------------------------------------------------
+
+
+def remove_record(table: Table, entry: int) -> bytes:
+    """Return the record that undoes the save of what is in a slot."""
+    return _record(table, entry, disk.Kind.REMOVE, 0)
+
+
+def quarantine_record(table: Table, entry: int, reason: int) -> bytes:
+    """Return the record that turns the save of what is in a slot into a quarantine."""
+    return _record(table, entry, disk.Kind.QUARANTINE, reason)
+
+
+def _record(table: Table, entry: int, kind: disk.Kind, reason: int) -> bytes:
+    rows, at = table.row(entry)
+    facts = rows[at + tbl.FACTS]
+    return disk.pack_record(
+        (rows[at + tbl.TAG_LO], rows[at + tbl.TAG_HI]),
+        rows[at + tbl.GENERATION],
+        entry >> tbl.SLOT_BITS,
+        entry & tbl.SLOT_MASK,
+        kind=kind,
+        blob_bytes=rows[at + tbl.BLOB_BYTES],
+        namespace=rows[at + tbl.NAMESPACE],
+        seconds=facts >> 32,
+        reason=reason,
+        parts=facts >> 16 & 0xFFFF,
+    )
+
+
+def live_records(table: Table) -> Iterator[bytes]:
+    """Yield the records of everything that is ready or in quarantine, a segment at a time."""
+    for segment in list(table.rows):
+        states = table.states(segment)
+        slots = np.flatnonzero((states == State.READY) | (states == State.QUARANTINED))
+        if not len(slots):
+            continue
+        rows = table.columns(segment)[slots]
+        facts = rows[:, tbl.FACTS]
+        records = np.zeros(len(slots), disk.RECORD_DTYPE)
+        records["tag_lo"] = rows[:, tbl.TAG_LO]
+        records["tag_hi"] = rows[:, tbl.TAG_HI]
+        records["generation"] = rows[:, tbl.GENERATION]
+        records["segment"] = segment
+        records["slot"] = slots
+        records["blob_bytes"] = rows[:, tbl.BLOB_BYTES]
+        records["namespace"] = rows[:, tbl.NAMESPACE]
+        records["time"] = facts >> np.uint64(32)
+        records["parts"] = facts >> np.uint64(16) & np.uint64(0xFFFF)
+        records["reason"] = facts >> np.uint64(8) & np.uint64(0xFF)
+        ready = states[slots] == State.READY
+        records["kind"] = np.where(ready, disk.Kind.PUT, disk.Kind.QUARANTINE)
+        sealed = bytearray(records.tobytes())
+        disk.seal_records(memoryview(sealed))
+        yield bytes(sealed)

@@ -57,7 +57,7 @@ class FileCalls:
 
     def read_now(self, fd: int, num_bytes: int, offset: int) -> bytes:
         """Read at once; fewer bytes only at the end of the file."""
-        if not is_direct(fd):
+        if num_bytes == 0 or not is_direct(fd):
             return _read_fully(fd, num_bytes, offset)
         first, last = _whole_pages(offset, num_bytes)
         with _pages(last - first) as pages:
@@ -70,7 +70,7 @@ class FileCalls:
         A direct file takes whole pages: what else is in the first and the last one is read and written back, so no
         request for those pages may be in flight.
         """
-        if not is_direct(fd):
+        if not data or not is_direct(fd):
             return _write_fully(fd, memoryview(data), offset)
         first, last = _whole_pages(offset, len(data))
         size = os.fstat(fd).st_size
@@ -201,9 +201,6 @@ def _set_direct_quietly(fd: int) -> None:
 @contextlib.contextmanager
 def _pages(num_bytes: int) -> Iterator[memoryview]:
     """Lend zeroed memory that begins at a page."""
-    if num_bytes == 0:
-        yield memoryview(b"")
-        return
     with mmap.mmap(-1, num_bytes) as pages, memoryview(pages) as view:
         yield view
 

@@ -110,8 +110,9 @@ class FaultyCalls:
         with self._call("write_now", fd, offset, len(data)) as fault:
             self.counts["write_bytes"] += len(data)
             undo = self._log.write(fd, offset, len(data))
-            self.inner.write_now(fd, self._flipped(data) if fault else data, offset)
+            # also after an error it has ended
             undo.done = True
+            self.inner.write_now(fd, self._flipped(data) if fault else data, offset)
 
     def allocate(self, fd: int, num_bytes: int) -> None:
         """Reserve space, see :meth:`FileIo.allocate`."""

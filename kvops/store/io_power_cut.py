@@ -151,6 +151,7 @@ class UndoLog:
         if identity not in self._files:
             # buffered, and open for as long as there is something to take back
             own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+            os.posix_fadvise(own, 0, 0, os.POSIX_FADV_RANDOM)
             self._files[identity] = (own, [])
         return self._files[identity]
 

@@ -150,6 +150,7 @@ class AioIo(Engine):
         """
         self.closed = True
         deadline = time.monotonic() + timeout_s
+        self._ready = self._collect()
         while self._in_kernel and (left := deadline - time.monotonic()) > 0:
             self._wait(left)
             self._ready = self._collect()

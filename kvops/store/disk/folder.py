@@ -175,6 +175,21 @@ def quarantined_files(folder: Path) -> list[tuple[Path, int]]:
     return [(path, status.st_blocks * 512) for status, path in found]
 
 
+def quarantined_bytes(folder: Path) -> int:
+    """Return what the files in quarantine take on the disk."""
+    return sum(size for _, size in quarantined_files(folder))
+
+
+def used_bytes(folder: Path) -> int:
+    """Return what journals and segments, finished or not, take on the disk, as the file system counts it."""
+    found = list_files(folder)
+    total = 0
+    for path in [*found.journals.values(), *found.segments.values(), *found.unfinished]:
+        with contextlib.suppress(FileNotFoundError):
+            total += path.lstat().st_blocks * 512
+    return total
+
+
 def delete_quarantined(io: FileIo, path: Path, why: str) -> None:
     """Delete a file in quarantine and its reason; say so.
 

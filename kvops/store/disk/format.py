@@ -70,12 +70,10 @@ put of that slot, by a remove, or turned into a quarantine by one of its own gen
 """
 
 import dataclasses
-import enum
 import struct
 import time
 from typing import NamedTuple
 
-import numpy as np
 import xxhash
 
 from kvferry.kvops.store import format as fmt
@@ -85,12 +83,9 @@ PAGE = fmt.PAGE
 
 SEGMENT_MAGIC = b"KVFSEGM1"
 BLOB_MAGIC = b"KVFBLOB1"
-JOURNAL_MAGIC = b"KVFJRNL1"
 
 SUPERBLOCK_BYTES = PAGE
 PREAMBLE_BYTES = 64
-RECORD_BYTES = 64
-JOURNAL_HEADER_BYTES = RECORD_BYTES
 
 MAX_SEGMENTS = 1 << 24
 MAX_SLOTS = 1 << 16
@@ -107,28 +102,8 @@ CHECKED_BYTES = 56
 
 _SUPERBLOCK = struct.Struct("<8sIIQIIQQQ")
 _PREAMBLE = struct.Struct("<8sIIQQQQQ")
-_JOURNAL_HEADER = struct.Struct("<8sIIQQ24x")
-_RECORD = struct.Struct("<QQQIIQQIBBH")
 _CHECK = struct.Struct("<Q")
 _ZERO_WORD = bytes(8)
-
-RECORD_DTYPE = np.dtype(
-    [
-        ("tag_lo", "<u8"),
-        ("tag_hi", "<u8"),
-        ("generation", "<u8"),
-        ("segment", "<u4"),
-        ("slot", "<u4"),
-        ("blob_bytes", "<u8"),
-        ("namespace", "<u8"),
-        ("time", "<u4"),
-        ("kind", "u1"),
-        ("reason", "u1"),
-        ("parts", "<u2"),
-        ("check", "<u8"),
-    ]
-)
-"""A journal record for numpy."""
 
 # what can be wrong with a blob or a file: a closed set, see REASONS
 EMPTY = "empty"
@@ -154,15 +129,6 @@ another blob; a segment with another number than its name says · shape: other s
 of a part are not those that were saved · truncated: the file is shorter than it should be · unreadable: the drive
 reported an error, or it is no regular file · other: none of these.
 """
-
-
-class Kind(enum.IntEnum):
-    """What a journal record says."""
-
-    PUT = 1
-    REMOVE = 2
-    QUARANTINE = 3
-    EPOCH = 4
 
 
 class Part(NamedTuple):
@@ -354,7 +320,7 @@ def pack_superblock(block: Superblock) -> bytes:
         SEGMENT_MAGIC, FORMAT_VERSION, block.segment, block.slot_bytes, block.slots,
         block.header_bytes, block.created, block.born, 0,
     )  # fmt: skip
-    return _with_check(fixed).ljust(SUPERBLOCK_BYTES, b"\0")
+    return with_check(fixed).ljust(SUPERBLOCK_BYTES, b"\0")
 
 
 def read_superblock(page: bytes) -> Superblock | str:
@@ -369,7 +335,7 @@ def read_superblock(page: bytes) -> Superblock | str:
         return VERSION
     sane = (
         version == FORMAT_VERSION
-        and _check_holds(page)
+        and check_holds(page)
         and segment < MAX_SEGMENTS
         and 0 < slots <= MAX_SLOTS
         and 0 < header_bytes < slot_bytes
@@ -380,66 +346,15 @@ def read_superblock(page: bytes) -> Superblock | str:
     return Superblock(segment, slot_bytes, slots, header_bytes, created, born)
 
 
-# --- journal -----------------------------------------------------------------------------------------------------
+# --- all three ----------------------------------------------------------------------------------------------------
 
 
-def pack_journal_header(epoch: int) -> bytes:
-    """Return the first 64 bytes of a journal."""
-    return _with_check(
-        _JOURNAL_HEADER.pack(JOURNAL_MAGIC, FORMAT_VERSION, 0, epoch, time.time_ns())
-    )
-
-
-def read_journal_header(head: bytes) -> int | str:
-    """Return the epoch in a journal's header, or which of :data:`REASONS` it can't be used for."""
-    if len(head) < JOURNAL_HEADER_BYTES:
-        return TRUNCATED
-    magic, version, _, epoch, _ = _JOURNAL_HEADER.unpack_from(head)
-    if magic != JOURNAL_MAGIC:
-        return MAGIC if any(head) else EMPTY
-    if version > FORMAT_VERSION:
-        return VERSION
-    return int(epoch) if version == FORMAT_VERSION and _check_holds(head) else HEADER
-
-
-def pack_record(
-    tag: tuple[int, int],
-    generation: int,
-    segment: int,
-    slot: int,
-    *,
-    kind: Kind,
-    blob_bytes: int = 0,
-    namespace: int = 0,
-    seconds: int = 0,
-    reason: int = 0,
-    parts: int = 0,
-) -> bytes:
-    """Return one journal record; *seconds* is Unix time, *namespace* its tag."""
-    return _with_check(
-        _RECORD.pack(
-            *tag, generation, segment, slot, blob_bytes, namespace, seconds, kind, reason, parts
-        )
-    )
-
-
-def seal_records(records: memoryview) -> None:
-    """Write the check word of each of the 64-byte records in *records*."""
-    digest, pack = xxhash.xxh3_64_intdigest, _CHECK.pack_into
-    for at in range(0, len(records), RECORD_BYTES):
-        pack(records, at + CHECKED_BYTES, digest(records[at : at + CHECKED_BYTES]))
-
-
-def digests_of(records: memoryview) -> list[int]:
-    """Return the check word that each of the 64-byte records in *records* should have."""
-    digest = xxhash.xxh3_64_intdigest
-    return [digest(records[at : at + CHECKED_BYTES]) for at in range(0, len(records), RECORD_BYTES)]
-
-
-def _with_check(fixed: bytes) -> bytes:
+def with_check(fixed: bytes) -> bytes:
+    """Return *fixed*, 56 bytes, with its check word behind it."""
     return fixed + _CHECK.pack(xxhash.xxh3_64_intdigest(fixed))
 
 
-def _check_holds(data: bytes) -> bool:
+def check_holds(data: bytes) -> bool:
+    """Return whether the check word of the first 64 bytes is theirs."""
     (check,) = _CHECK.unpack_from(data, CHECKED_BYTES)
     return bool(check == xxhash.xxh3_64_intdigest(data[:CHECKED_BYTES]))

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvferry.kvops.store.file_io import FileIo
 
-from . import format as disk
+from . import records as rec
 
 logger = logging.getLogger(__name__)
 
@@ -51,18 +51,18 @@ def read_records(
         num_bytes: how long it is.
         on_progress: told (bytes read, *num_bytes*) after each chunk.
     """
-    at = disk.JOURNAL_HEADER_BYTES
-    while at + disk.RECORD_BYTES <= num_bytes:
-        want = min(READ_BYTES, num_bytes - at) // disk.RECORD_BYTES * disk.RECORD_BYTES
+    at = rec.JOURNAL_HEADER_BYTES
+    while at + rec.RECORD_BYTES <= num_bytes:
+        want = min(READ_BYTES, num_bytes - at) // rec.RECORD_BYTES * rec.RECORD_BYTES
         data = io.read_now(fd, want, at)
-        whole = memoryview(data)[: len(data) // disk.RECORD_BYTES * disk.RECORD_BYTES]
+        whole = memoryview(data)[: len(data) // rec.RECORD_BYTES * rec.RECORD_BYTES]
         if not whole:
             # it became shorter while we read
             return
-        records = np.frombuffer(whole, dtype=disk.RECORD_DTYPE)
-        sound = np.flatnonzero(records["check"] == np.array(disk.digests_of(whole), np.uint64))
+        records = np.frombuffer(whole, dtype=rec.RECORD_DTYPE)
+        sound = np.flatnonzero(records["check"] == np.array(rec.digests_of(whole), np.uint64))
         if len(sound):
-            yield records[sound], at + (int(sound[-1]) + 1) * disk.RECORD_BYTES
+            yield records[sound], at + (int(sound[-1]) + 1) * rec.RECORD_BYTES
         at += len(whole)
         if on_progress is not None:
             on_progress(min(at, num_bytes), num_bytes)
@@ -104,7 +104,7 @@ class Journal:
     @property
     def records(self) -> int:
         """How many there are, dead ones included."""
-        return (self.end - disk.JOURNAL_HEADER_BYTES) // disk.RECORD_BYTES
+        return (self.end - rec.JOURNAL_HEADER_BYTES) // rec.RECORD_BYTES
 
     def append(self, records: bytes) -> None:
         """Add *records*.
@@ -180,8 +180,8 @@ def _write_whole(
     io.unlink(unfinished)
     fd = io.open(unfinished, write=True, create=True, direct=False)
     try:
-        end = disk.JOURNAL_HEADER_BYTES
-        io.write_now(fd, disk.pack_journal_header(epoch), 0)
+        end = rec.JOURNAL_HEADER_BYTES
+        io.write_now(fd, rec.pack_journal_header(epoch), 0)
         for chunk in chunks:
             io.write_now(fd, chunk, end)
             end += len(chunk)

@@ -20,6 +20,7 @@ from kvferry.kvops.store.file_io import FileIo
 from . import folder as folders
 from . import format as disk
 from . import journal as journals
+from . import records as rec
 from . import table as tbl
 from .slots import Segment
 from .table import State, Table
@@ -46,7 +47,7 @@ class Found:
     fd: int = -1
     path: Path | None = None
     number: int = 0
-    end: int = disk.JOURNAL_HEADER_BYTES
+    end: int = rec.JOURNAL_HEADER_BYTES
     num_bytes: int = 0
     is_damaged: bool = False
     superseded: list[Path] = dataclasses.field(default_factory=list)
@@ -62,7 +63,6 @@ logger = logging.getLogger(__name__)
 
 def read_folder(
     io: FileIo,
-    folder: Path,
     listing: folders.Listing,
     table: Table,
     *,
@@ -77,7 +77,7 @@ def read_folder(
     """
     found = Found()
     # before the segments: in a folder that lives, a segment may be younger than the journal, not the other way round
-    _open_journal(io, folder, listing, found, write=write)
+    _open_journal(io, listing, found, write=write)
     try:
         for number, path in sorted(listing.segments.items()):
             _read_segment(io, number, path, table, found)
@@ -92,9 +92,7 @@ def read_folder(
     return found
 
 
-def _open_journal(
-    io: FileIo, folder: Path, listing: folders.Listing, found: Found, *, write: bool
-) -> None:
+def _open_journal(io: FileIo, listing: folders.Listing, found: Found, *, write: bool) -> None:
     found.number = max(listing.journals, default=0)
     for _, path in sorted(listing.journals.items(), reverse=True):
         if found.fd >= 0:
@@ -105,11 +103,11 @@ def _open_journal(
             continue
         fd = io.open(path, write=write, direct=False)
         try:
-            head = disk.read_journal_header(io.read_now(fd, disk.JOURNAL_HEADER_BYTES, 0))
+            head = rec.read_journal_header(io.read_now(fd, rec.JOURNAL_HEADER_BYTES, 0))
             if head == disk.VERSION:
                 raise DiskError(
                     f"{path} was written by a later kvferry; use that one, or delete all blobs: "
-                    f"kvferry disk wipe {folder}"
+                    f"kvferry disk wipe {path.parent}"
                 )
             num_bytes = os.fstat(fd).st_size
         except BaseException:
@@ -161,15 +159,15 @@ def _apply_journal(
         newest = int(records["generation"].max()) >> disk.GENERATION_COUNT_BITS
         found.epoch = max(found.epoch, newest)
         found.discarded += _apply(table, blocks, records)
-    whole = -(-(found.num_bytes - disk.JOURNAL_HEADER_BYTES) // disk.RECORD_BYTES)
+    whole = -(-(found.num_bytes - rec.JOURNAL_HEADER_BYTES) // rec.RECORD_BYTES)
     found.discarded += max(0, whole - found.records)
 
 
 def _apply(table: Table, blocks: dict[int, disk.Superblock], records: journals.Records) -> int:
     """Write a chunk of records into the rows; return how many can't be used."""
     kinds = records["kind"]
-    known = (kinds >= disk.Kind.PUT) & (kinds <= disk.Kind.QUARANTINE)
-    discarded = int((kinds > disk.Kind.EPOCH).sum() + (kinds == 0).sum())
+    known = (kinds >= rec.Kind.PUT) & (kinds <= rec.Kind.QUARANTINE)
+    discarded = int((kinds > rec.Kind.EPOCH).sum() + (kinds == 0).sum())
     records = records[known]
     if not len(records):
         return discarded
@@ -195,7 +193,8 @@ def _apply(table: Table, blocks: dict[int, disk.Superblock], records: journals.R
 
 def _last_of_slot(records: journals.Records) -> journals.Records:
     slots = records["slot"]
-    return records[np.append(slots[1:] != slots[:-1], True)]
+    last: journals.Records = records[np.append(slots[1:] != slots[:-1], True)]
+    return last
 
 
 def _fits(
@@ -223,8 +222,8 @@ def _write_rows(table: Table, segment: int, records: journals.Records) -> None:
     newer = records["generation"] >= rows[slots, tbl.GENERATION]
     slots, records = slots[newer], records[newer]
     states = np.zeros(256, np.uint64)
-    states[disk.Kind.PUT] = State.READY
-    states[disk.Kind.QUARANTINE] = State.QUARANTINED
+    states[rec.Kind.PUT] = State.READY
+    states[rec.Kind.QUARANTINE] = State.QUARANTINED
     rows[slots, tbl.TAG_LO] = records["tag_lo"]
     rows[slots, tbl.TAG_HI] = records["tag_hi"]
     rows[slots, tbl.GENERATION] = records["generation"]
@@ -281,18 +280,18 @@ def _set_ticks(table: Table, found: Found) -> None:
 
 def remove_record(table: Table, entry: int) -> bytes:
     """Return the record that undoes the save of what is in a slot."""
-    return _record(table, entry, disk.Kind.REMOVE, 0)
+    return _record(table, entry, rec.Kind.REMOVE, 0)
 
 
 def quarantine_record(table: Table, entry: int, reason: int) -> bytes:
     """Return the record that turns the save of what is in a slot into a quarantine."""
-    return _record(table, entry, disk.Kind.QUARANTINE, reason)
+    return _record(table, entry, rec.Kind.QUARANTINE, reason)
 
 
-def _record(table: Table, entry: int, kind: disk.Kind, reason: int) -> bytes:
+def _record(table: Table, entry: int, kind: rec.Kind, reason: int) -> bytes:
     rows, at = table.row(entry)
     facts = rows[at + tbl.FACTS]
-    return disk.pack_record(
+    return rec.pack_record(
         (rows[at + tbl.TAG_LO], rows[at + tbl.TAG_HI]),
         rows[at + tbl.GENERATION],
         entry >> tbl.SLOT_BITS,
@@ -315,7 +314,7 @@ def live_records(table: Table) -> Iterator[bytes]:
             continue
         rows = table.columns(segment)[slots]
         facts = rows[:, tbl.FACTS]
-        records = np.zeros(len(slots), disk.RECORD_DTYPE)
+        records = np.zeros(len(slots), rec.RECORD_DTYPE)
         records["tag_lo"] = rows[:, tbl.TAG_LO]
         records["tag_hi"] = rows[:, tbl.TAG_HI]
         records["generation"] = rows[:, tbl.GENERATION]
@@ -327,7 +326,7 @@ def live_records(table: Table) -> Iterator[bytes]:
         records["parts"] = facts >> np.uint64(16) & np.uint64(0xFFFF)
         records["reason"] = facts >> np.uint64(8) & np.uint64(0xFF)
         ready = states[slots] == State.READY
-        records["kind"] = np.where(ready, disk.Kind.PUT, disk.Kind.QUARANTINE)
+        records["kind"] = np.where(ready, rec.Kind.PUT, rec.Kind.QUARANTINE)
         sealed = bytearray(records.tobytes())
-        disk.seal_records(memoryview(sealed))
+        rec.seal_records(memoryview(sealed))
         yield bytes(sealed)

@@ -9,16 +9,14 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from kvferry.kvops.store import format as fmt
 from kvferry.kvops.store.file_io import FileIo
 
 from . import format as disk
-from .replay import remove_record
+from . import records as rec
 from .slots import Segment, SlotClass, Slots, SlotSize
-from .table import State
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +29,10 @@ FIXED_BYTES = 256 << 10
 """Of the quota, for what is always there: an empty journal, twice what it may waste, lock, statistics, reasons."""
 
 JOURNAL_FIXED_BYTES = FIXED_BYTES // 2
-JOURNAL_SLOT_BYTES = 2 * disk.RECORD_BYTES
+JOURNAL_SLOT_BYTES = 2 * rec.RECORD_BYTES
 """A journal may be as long as the one, and the other for each slot."""
 
 MIN_QUOTA_BYTES = 8 << 20
-
-LOOK_EVERY = 64
-"""Victims of one size between two looks at the segments of other sizes."""
-
-WAIT_SAVES = 64
-"""Saves that make do with what there is after the disk refused to give a new segment."""
-
-QUARANTINE_SHARE = 8
-"""When one of so many slots of a size is in quarantine and all others are taken, they are taken back into use."""
 
 MAX_OPEN_FILES = 512
 
@@ -60,7 +49,7 @@ def extent_bytes(slots: int) -> int:
 
 def journal_share(slots: int) -> int:
     """Return how much of the quota the records of *slots* slots may take, a rewrite included."""
-    return slots * (JOURNAL_SLOT_BYTES + disk.RECORD_BYTES)
+    return slots * (JOURNAL_SLOT_BYTES + rec.RECORD_BYTES)
 
 
 class Segments:
@@ -74,9 +63,9 @@ class Segments:
         free_floor_bytes: what must stay free on the file system when a segment is made.
         durable: whether a new segment is on the drive before it is used.
         read_only: open no file for writing.
-        journal_bytes: tells how long the journal is.
 
     Attributes:
+        cost_bytes: of the quota, taken by segments. journal_bytes: how long the journal is.
         other_bytes: of the quota, taken by files in quarantine.
         evicted: blobs given up. handed_over: segments given up for another size.
     """
@@ -91,7 +80,6 @@ class Segments:
         free_floor_bytes: int,
         durable: bool,
         read_only: bool,
-        journal_bytes: Callable[[], int],
     ) -> None:
         self.slots = slots
         self._io = io
@@ -100,9 +88,9 @@ class Segments:
         self._free_floor_bytes = free_floor_bytes
         self._durable = durable
         self._read_only = read_only
-        self._journal_bytes = journal_bytes
         self._open: dict[Segment, None] = {}
         self.cost_bytes = 0
+        self.journal_bytes = 0
         self.other_bytes = 0
         self.handed_over = 0
         self.evicted = 0
@@ -112,7 +100,7 @@ class Segments:
     @property
     def room_bytes(self) -> int:
         """What the quota leaves for another segment with its share of the journal; negative if it is exceeded."""
-        excess = self._journal_bytes() - JOURNAL_FIXED_BYTES - JOURNAL_SLOT_BYTES * self.slots.total
+        excess = self.journal_bytes - JOURNAL_FIXED_BYTES - JOURNAL_SLOT_BYTES * self.slots.total
         return self.quota_bytes - FIXED_BYTES - self.other_bytes - self.cost_bytes - max(0, excess)
 
     @property
@@ -267,25 +255,6 @@ class Segments:
             self.handed_over += 1
         return True
 
-    def release_quarantined(self, slot_class: SlotClass) -> list[tuple[int, bytes]]:
-        """Take the slots of a class that are in quarantine, and not held, back into use.
-
-        Returns:
-            each with the record of it.
-        """
-        released = []
-        for segment in [s for s in slot_class.segments if s.quarantined]:
-            for entry in self.slots.entries_in(segment, State.QUARANTINED):
-                record = remove_record(self.slots.table, entry)
-                if self.slots.release(entry):
-                    released.append((entry, record))
-        if released:
-            logger.warning(
-                "disk tier: the quota needs %d slots of %d bytes that were in quarantine",
-                len(released), slot_class.size.slot_bytes,
-            )  # fmt: skip
-        return released
-
     def sync(self) -> None:
         """Return when all blobs that were written are on the drive.
 
@@ -295,14 +264,6 @@ class Segments:
         for segment in [s for s in self._open if s.is_unsynced]:
             self._io.sync(segment.fd)
             segment.is_unsynced = False
-
-    def used_bytes(self) -> int:
-        """Return what the segment files take on the disk, as the file system counts it."""
-        total = 0
-        for number in list(self.slots.segments):
-            with contextlib.suppress(OSError):
-                total += os.stat(path_of(self._folder, number)).st_blocks * 512
-        return total
 
     def close(self) -> None:
         """Close all files."""

@@ -15,7 +15,7 @@
 An entry is segment << 16 | slot. Rows of a segment are one block, so that a segment comes and goes with its rows and
 nothing is ever moved. Listed are the slots that are being saved, or ready.
 
-Threads: one writer at a time; :meth:`Table.contains` may run beside it without a lock. It reads words, each of which a
+Threads: one writer at a time; :meth:`Table.contains` and :meth:`Table.blob_bytes` may run beside it without a lock. It reads words, each of which a
 writer changes at once, from blocks that are replaced and never resized: what it may see too early or too late is one
 answer, which the writer's next look corrects. A deleted place stays deleted until the index is made anew beside the old
 one, or is emptied where no search goes past it.
@@ -111,6 +111,10 @@ class Table:
 
     def contains(self, tag: tuple[int, int]) -> bool:
         """Return whether the blob of *tag* can be loaded. Takes no lock."""
+        return self.blob_bytes(tag) > 0
+
+    def blob_bytes(self, tag: tuple[int, int]) -> int:
+        """Return the size of the blob of *tag*, 0 if none can be loaded. Takes no lock."""
         low, high = tag
         index = self._index
         mask = len(index) - 1
@@ -123,9 +127,11 @@ class Table:
                 # its segment may have gone meanwhile, or have become a smaller one
                 there = rows is not None and at < len(rows)
                 if there and rows[at] == low and rows[at + 1] == high:
-                    return rows[at + FACTS] & 0xFF == State.READY
+                    # the facts last: they are cleared first
+                    size = rows[at + BLOB_BYTES]
+                    return size if rows[at + FACTS] & 0xFF == State.READY else 0
             place = (place + 1) & mask
-        return False
+        return 0
 
     def find(self, tag: tuple[int, int]) -> int:
         """Return the entry that is listed under *tag*, or -1."""

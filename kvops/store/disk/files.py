@@ -34,11 +34,10 @@ from kvferry.kvops.store.file_io import FileIo
 from . import folder as folders
 from . import format as disk
 from . import records as rec
-from . import table as tbl
 from .account import Account
 from .book import BATCH, NEVER, SYNC_POLICIES, Book
 from .check import check_blob
-from .places import Entry, Place, Refusal
+from .places import Entry, Place, Refusal, entry_of, place_of
 from .room import Room
 from .segments import MIN_QUOTA_BYTES, Segments
 from .slots import Slots, SlotSize
@@ -175,7 +174,7 @@ class BlobFiles:
             self._segments.fd(slot_class.open_segments[-1])
             entry = self._slots.take(slot_class)
             self._slots.begin(entry, tag, book.take_generation(), blob_bytes, parts)
-            return self._place(entry)
+            return place_of(self._slots, entry)
 
     def end_save(self, saved: Sequence[tuple[Place, bytes]]) -> None:
         """Publish blobs that were written, each with its namespace, by one append to the journal.
@@ -207,28 +206,11 @@ class BlobFiles:
             self._slots.abort(place.entry)
 
     def _check_saving(self, place: Place) -> None:
-        rows = self._table.rows.get(place.segment)
-        if rows is None or self._slots.facts(place.entry) != (State.SAVING, place.generation):
+        is_there = place.segment in self._table.rows
+        if not is_there or self._slots.facts(place.entry) != (State.SAVING, place.generation):
             raise ValueError(
                 f"place must be one that begin_save returned, not ended yet; got {place}"
             )
-
-    def _place(self, entry: int) -> Place:
-        segment = self._slots.of(entry)
-        rows, at = self._table.row(entry)
-        slot = entry & tbl.SLOT_MASK
-        return Place(
-            entry=entry,
-            segment=segment.number,
-            slot=slot,
-            fd=segment.fd,
-            offset=disk.SUPERBLOCK_BYTES + slot * segment.block.slot_bytes,
-            header_bytes=segment.block.header_bytes,
-            blob_bytes=rows[at + tbl.BLOB_BYTES],
-            generation=rows[at + tbl.GENERATION],
-            tag=(rows[at + tbl.TAG_LO], rows[at + tbl.TAG_HI]),
-            parts=rows[at + tbl.FACTS] >> 16 & 0xFFFF,
-        )
 
     # --- loading ---------------------------------------------------------------------------------------------------
 
@@ -245,7 +227,7 @@ class BlobFiles:
                 return None
             self._segments.fd(self._slots.of(entry))
             self._slots.hold(entry, counts_as_use=True)
-            return self._place(entry)
+            return place_of(self._slots, entry)
 
     def end_load(self, place: Place, *, bad: str | None = None) -> None:
         """Let go of a slot.
@@ -318,19 +300,8 @@ class BlobFiles:
                 if segment is None:
                     continue
                 entries = self._slots.entries_in(segment, State.READY, State.QUARANTINED)
-                found = [self._entry(entry) for entry in entries]
+                found = [entry_of(self._slots, entry) for entry in entries]
             yield from found
-
-    def _entry(self, entry: int) -> Entry:
-        place = self._place(entry)
-        place.fd = -1
-        rows, at = self._table.row(entry)
-        facts = rows[at + tbl.FACTS]
-        bad = facts & 0xFF == State.QUARANTINED
-        reason = disk.reason_name(facts >> 8 & 0xFF) if bad else ""
-        return Entry(
-            place.tag, place, place.blob_bytes, rows[at + tbl.NAMESPACE], facts >> 32, reason
-        )
 
     def check(self, entry: Entry) -> str | None:
         """Read one blob whole and return which of format.py's REASONS it can't be used for, or None.

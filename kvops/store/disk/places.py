@@ -3,6 +3,10 @@
 import dataclasses
 import enum
 
+from . import format as disk
+from . import table as tbl
+from .slots import Slots
+
 
 class Refusal(enum.Enum):
     """Why a blob is not to be saved."""
@@ -55,3 +59,39 @@ class Entry:
     def is_ready(self) -> bool:
         """Whether it can be loaded."""
         return not self.reason
+
+
+def place_of(slots: Slots, entry: int) -> Place:
+    """Return the place of a slot as it is now."""
+    segment = slots.of(entry)
+    rows, at = slots.table.row(entry)
+    slot = entry & tbl.SLOT_MASK
+    return Place(
+        entry=entry,
+        segment=segment.number,
+        slot=slot,
+        fd=segment.fd,
+        offset=disk.SUPERBLOCK_BYTES + slot * segment.block.slot_bytes,
+        header_bytes=segment.block.header_bytes,
+        blob_bytes=rows[at + tbl.BLOB_BYTES],
+        generation=rows[at + tbl.GENERATION],
+        tag=(rows[at + tbl.TAG_LO], rows[at + tbl.TAG_HI]),
+        parts=rows[at + tbl.FACTS] >> 16 & 0xFFFF,
+    )
+
+
+def entry_of(slots: Slots, entry: int) -> Entry:
+    """Return the line of a slot that is ready or in quarantine."""
+    place = place_of(slots, entry)
+    place.fd = -1
+    rows, at = slots.table.row(entry)
+    facts = rows[at + tbl.FACTS]
+    is_bad = facts & 0xFF == tbl.State.QUARANTINED
+    return Entry(
+        tag=place.tag,
+        place=place,
+        blob_bytes=place.blob_bytes,
+        namespace=rows[at + tbl.NAMESPACE],
+        seconds=facts >> 32,
+        reason=disk.reason_name(facts >> 8 & 0xFF) if is_bad else "",
+    )

@@ -46,6 +46,7 @@ _EMPTY = 0
 _DELETED = 1
 _USED = 1 << 63
 _HIGH_TAG = 0x7FFF_FF00_0000_0000
+_NO_ROWS = memoryview(b"").cast("Q")
 
 Words = npt.NDArray[np.uint64]
 
@@ -122,11 +123,10 @@ class Table:
         place = low & mask
         while word := index[place]:
             if word & ~ENTRY_MASK == wanted:
-                rows = self.rows.get((word & ENTRY_MASK) >> SLOT_BITS)
-                at = (word & SLOT_MASK) * ROW_WORDS
                 # its segment may have gone meanwhile, or have become a smaller one
-                there = rows is not None and at < len(rows)
-                if there and rows[at] == low and rows[at + 1] == high:
+                rows = self.rows.get((word & ENTRY_MASK) >> SLOT_BITS, _NO_ROWS)
+                at = (word & SLOT_MASK) * ROW_WORDS
+                if at < len(rows) and rows[at] == low and rows[at + 1] == high:
                     # the facts last: they are cleared first
                     size = rows[at + BLOB_BYTES]
                     return size if rows[at + FACTS] & 0xFF == State.READY else 0

@@ -33,11 +33,11 @@ def test_version_and_help(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert "examples:" in text
-    for command in ["doctor", "config", "demo"]:
+    for command in ["doctor", "config", "demo", "disk"]:
         assert command in text
 
 
-@pytest.mark.parametrize("command", ["doctor", "config"])
+@pytest.mark.parametrize("command", ["doctor", "config", "disk"])
 def test_every_command_has_examples_and_json(capsys, command):
     assert cli.main([command, "--help"]) == 0
     text = capsys.readouterr().out

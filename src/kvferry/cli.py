@@ -1,4 +1,4 @@
-"""The command line: ``kvferry doctor | config | demo``.
+"""The command line: ``kvferry doctor | config | demo | disk``.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done; 1 the answer is no, or the
 command failed; 2 the command line or a setting is wrong; 130 interrupted; 141 the reader of a pipe
@@ -43,13 +43,25 @@ examples:
   kvferry demo
   kvferry demo --model all --json
 """
+_DISK_EXAMPLES = """\
+examples:
+  kvferry disk stats /mnt/nvme/kvferry
+  kvferry disk verify --json /mnt/nvme/kvferry
+  kvferry disk gc /mnt/nvme/kvferry
+  kvferry disk wipe --yes /mnt/nvme/kvferry
+"""
 _EPILOG = """\
 examples:
   kvferry doctor             is this machine ready, and if not, what to do
   kvferry config --explain   every setting, its value, where it came from
   kvferry demo               store and load KV blocks with a real engine and small models, no download
+  kvferry disk stats FOLDER  what the disk tier holds; verify, gc and wipe are the other verbs
 """
-_LAZY = {"doctor": "kvferry.doctor.command", "demo": "kvferry.demo.command"}
+_LAZY = {
+    "doctor": "kvferry.doctor.command",
+    "demo": "kvferry.demo.command",
+    "disk": "kvferry.disk.command",
+}
 """Commands with a module of their own, which has add_arguments(parser) and run(args) -> int."""
 
 
@@ -121,6 +133,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
     demo = _add(commands, "demo", "store and load with a real engine and small models", argv)
     demo.epilog = _DEMO_EXAMPLES
+
+    disk = _add(commands, "disk", "look at, check, clean or empty the disk tier's folder", argv)
+    disk.epilog = _DISK_EXAMPLES
     return parser
 
 

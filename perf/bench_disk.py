@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from perf.disk_tier import Tier
 from perf.file_per_chunk import FilePerChunk
 from perf.harness import Case, Figure, Gate, Provider, parser, run
 from perf.raw_disk import RawFile, pages, same_bytes
@@ -72,6 +73,7 @@ class Bench:
         bytes_of = np.frombuffer(self.source, np.uint8)
         bytes_of[:] = np.random.default_rng(size).integers(0, 256, working_set, dtype=np.uint8)
         self.out = pages(working_set)
+        self._tier: Tier | None = None
         self._ways: dict[bool, Callable[[mmap.mmap, bool], None]] = {}
 
     def poison(self) -> None:
@@ -136,6 +138,27 @@ class Bench:
         self._way(False)
         self.poison()
 
+    @property
+    def tier(self) -> Tier:
+        """The tier, opened at its first use."""
+        if self._tier is None:
+            folder = self.folder / f"tier-{self.size}"
+            self._tier = Tier(folder, self.size, self.source, DEPTH)
+            print(f"{self.name}: kvferry's engine is {self._tier.io.name}")
+        return self._tier
+
+    def close(self) -> None:
+        """Let go of files and threads."""
+        if self._tier is not None:
+            stages = self._tier.tier.stages()
+            for stage, values in stages.items():
+                print(
+                    f"{self.name}: {stage} x {values['count']}: avg {values['avg_s'] * 1e6:.0f} us, "
+                    f"p50 {values['p50_s'] * 1e6:.0f}, p99 {values['p99_s'] * 1e6:.0f}"
+                )
+            self._tier.close()
+        self.raw.close()
+
     def cases(self) -> list[Case]:
         """Return writing and reading."""
         writes = [
@@ -144,6 +167,22 @@ class Bench:
         reads = [
             Provider("raw", lambda: self.move_raw(False), self.before_read_raw, self.out_matches),
         ]
+        writes.append(
+            Provider(
+                "kvferry",
+                lambda: self.tier.save(),
+                lambda: self.tier.fill(),
+                lambda: self.tier.saved_matches(),
+            )
+        )
+        reads.append(
+            Provider(
+                "kvferry",
+                lambda: self.tier.load(),
+                lambda: self.tier.empty(),
+                lambda: self.tier.loaded_matches(),
+            )
+        )
         for suffix, direct, sync in [("", False, False), ("_synced", False, True), ("_direct", True, False)]:  # fmt: skip
             writes.append(
                 Provider(
@@ -232,7 +271,11 @@ def main() -> int:
         )
         benches = [Bench(folder, name, size, working_set) for name, size in SIZES.items()]
         cases = [case for bench in benches for case in bench.cases()]
-        return run("bench_disk", args, cases, gates)
+        try:
+            return run("bench_disk", args, cases, gates)
+        finally:
+            for bench in benches:
+                bench.close()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Memory for requests: pieces on pages of their own, poison in them and guards between them; and driving an engine."""
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -80,11 +81,10 @@ def run(io, *requests):
 
 
 def open_fds():
-    return {(fd, target(fd)) for fd in os.listdir("/proc/self/fd")} - {None}
-
-
-def target(fd):
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:
-        return None
+    """Descriptors of this process, and what they are."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        # the one that lists them is gone by now
+        with contextlib.suppress(OSError):
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+    return found

@@ -30,8 +30,8 @@ IOCB = struct.Struct("=QIIHhIQQqQII")
 IO_EVENT = struct.Struct("=QQqq")
 """struct io_event: data, iocb, result (bytes, or minus an error number), -."""
 
-OPCODES = {Direction.READ: 7, Direction.WRITE: 8}
-"""IOCB_CMD_PREADV and IOCB_CMD_PWRITEV."""
+PREADV, PWRITEV = 7, 8
+"""Operations: IOCB_CMD_PREADV and IOCB_CMD_PWRITEV."""
 
 NOTIFY_EVENTFD = 1
 """IOCB_FLAG_RESFD: count the completion in an eventfd."""
@@ -175,7 +175,7 @@ class AioIo(Engine):
         iovecs = self._iovecs[slot]
         IOCB.pack_into(
             self._iocbs, slot * IOCB.size,
-            slot, 0, 0, OPCODES[request.direction], 0, request.fd & 0xFFFFFFFF,
+            slot, 0, 0, PREADV if request.direction is Direction.READ else PWRITEV, 0, request.fd & 0xFFFFFFFF,
             iovecs.address, iovecs.fill(request.pieces), request.offset, 0, NOTIFY_EVENTFD, self._notice,
         )  # fmt: skip
         pointer = self._iocbs_address + slot * IOCB.size

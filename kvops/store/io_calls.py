@@ -44,8 +44,8 @@ class FileCalls:
         flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
         try:
-            if direct and _takes_direct(fd, path, write=write):
-                _set_direct(fd, True)
+            if direct:
+                _go_direct(fd, path, write=write)
         except OSError:
             os.close(fd)
             raise
@@ -147,20 +147,29 @@ def _set_direct(fd: int, direct: bool) -> None:
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
 
 
-def _takes_direct(fd: int, path: Path, *, write: bool) -> bool:
+def _go_direct(fd: int, path: Path, *, write: bool) -> None:
+    """Make a file direct, unless its file system has refused that, or does so now."""
     device = os.fstat(fd).st_dev
     with _direct_lock:
-        known = _direct_on.get(device)
-        if known is None:
-            known = _try_direct(fd, path, write=write)
-            _direct_on[device] = known
-            if not known:
-                logger.warning(
-                    "the file system of %s refuses direct I/O: its files are read and written through the page "
-                    "cache, which is slower and takes memory; use a folder on a local ext4 or xfs file system",
-                    path.parent,
-                )
-    return known
+        if device not in _direct_on:
+            _direct_on[device] = _try_direct(fd, path, write=write)
+        elif not _direct_on[device]:
+            return
+        if _direct_on[device]:
+            try:
+                _set_direct(fd, True)
+            except OSError as error:
+                # one that takes part may still refuse a file: a compressed or encrypted one
+                if error.errno != errno.EINVAL:
+                    raise
+                _direct_on[device] = False
+            else:
+                return
+        logger.warning(
+            "the file system of %s refuses direct I/O: its files are read and written through the page cache, which "
+            "is slower and takes memory; use a folder on a local ext4 or xfs file system",
+            path.parent,
+        )
 
 
 def _try_direct(fd: int, path: Path, *, write: bool) -> bool:

@@ -575,6 +575,19 @@ def test_refused_direct_io_is_buffered_and_said_once(
 
 
 @pytest.mark.usefixtures("unknown_file_systems")
+def test_one_file_that_refuses_is_buffered_too(io, tmp_path, monkeypatch, caplog):
+    io.close_file(io.open(tmp_path / "a", write=True, create=True))
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        caplog.clear()
+        _refuse_flag(patch)
+        fds = [io.open(tmp_path / name, write=True, create=True) for name in "bc"]
+    assert len([r for r in caplog.records if "refuses direct I/O" in r.getMessage()]) <= 1
+    for fd in fds:
+        assert not io_calls.is_direct(fd)
+        io.close_file(fd)
+
+
+@pytest.mark.usefixtures("unknown_file_systems")
 def test_a_file_system_without_nameless_files_is_tried_by_a_read(io, tmp_path, monkeypatch):
     real = os.open
 

@@ -40,7 +40,7 @@ from .check import check_blob
 from .places import Entry, Place, Refusal, entry_of, place_of
 from .room import Room
 from .segments import MIN_QUOTA_BYTES, Segments
-from .slots import Slots, SlotSize
+from .slots import SlotClass, Slots, SlotSize
 from .table import State, Table
 
 __all__ = ["BlobFiles", "Entry", "Place", "Refusal"]
@@ -63,6 +63,7 @@ class BlobFiles:
         self._segments = account.segments
         self._slots = account.slots
         self._table = account.slots.table
+        self._classes: dict[tuple[int, int], SlotClass] = {}
         self._bad = dict.fromkeys(disk.REASONS[1:], 0)
         self.is_closed = False
 
@@ -138,7 +139,7 @@ class BlobFiles:
 
     def contains(self, tag: tuple[int, int]) -> bool:
         """Return whether the blob of *tag* can be loaded. Takes no lock, may be a moment early or late."""
-        return self._table.contains(tag)
+        return self._table.blob_bytes(tag) > 0
 
     def blob_bytes(self, tag: tuple[int, int]) -> int:
         """Return the bytes of the blob of *tag*, 0 if it can't be loaded. Takes no lock, as :meth:`contains`."""
@@ -153,20 +154,22 @@ class BlobFiles:
             ValueError: *blob_bytes* or *parts* can't be.
             OSError: the disk refused a new segment. The next 64 saves make do without one where they can.
         """
-        if blob_bytes < 1:
-            raise ValueError(f"blob_bytes must be at least 1; got {blob_bytes}")
-        if not 0 < parts <= fmt.MAX_PARTS:
-            raise ValueError(f"parts must be 1 to {fmt.MAX_PARTS}; got {parts}")
         with self._lock:
             book, room = self._check_writable()
             entry = self._table.find(tag)
             if entry >= 0:
-                is_saving = self._slots.facts(entry)[0] is State.SAVING
+                is_saving = self._slots.facts(entry)[0] == State.SAVING
                 return Refusal.PENDING if is_saving else Refusal.EXISTS
-            size = SlotSize(disk.slot_bytes_for(blob_bytes, parts), disk.header_area(parts))
-            if not self._segments.slots_needed(size):
-                return Refusal.NO_ROOM
-            slot_class = self._slots.class_of(size)
+            slot_class = self._classes.get((blob_bytes, parts))
+            if slot_class is None:
+                if blob_bytes < 1:
+                    raise ValueError(f"blob_bytes must be at least 1; got {blob_bytes}")
+                if not 0 < parts <= fmt.MAX_PARTS:
+                    raise ValueError(f"parts must be 1 to {fmt.MAX_PARTS}; got {parts}")
+                size = SlotSize(disk.slot_bytes_for(blob_bytes, parts), disk.header_area(parts))
+                if not self._segments.slots_needed(size):
+                    return Refusal.NO_ROOM
+                slot_class = self._classes[blob_bytes, parts] = self._slots.class_of(size)
             while not slot_class.open_segments:
                 if not room.make(slot_class):
                     return Refusal.NO_ROOM
@@ -223,7 +226,7 @@ class BlobFiles:
         with self._lock:
             self._check_open()
             entry = self._table.find(tag)
-            if entry < 0 or self._slots.facts(entry)[0] is not State.READY:
+            if entry < 0 or self._slots.facts(entry)[0] != State.READY:
                 return None
             self._segments.fd(self._slots.of(entry))
             self._slots.hold(entry, counts_as_use=True)
@@ -239,7 +242,7 @@ class BlobFiles:
         """
         with self._lock:
             state, generation = self._slots.facts(place.entry)
-            if bad is not None and state is State.READY and generation == place.generation:
+            if bad is not None and state == State.READY and generation == place.generation:
                 code = disk.reason_code(bad)
                 self._bad[disk.reason_name(code)] += 1
                 self._slots.quarantine(place.entry, code)
@@ -260,7 +263,7 @@ class BlobFiles:
             answers = []
             for tag in tags:
                 entry = self._table.find(tag)
-                there = entry >= 0 and self._slots.facts(entry)[0] is State.READY
+                there = entry >= 0 and self._slots.facts(entry)[0] == State.READY
                 if there:
                     book.owe_removal(entry)
                     self._slots.unlist(entry)

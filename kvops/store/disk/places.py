@@ -64,20 +64,16 @@ class Entry:
 def place_of(slots: Slots, entry: int) -> Place:
     """Return the place of a slot as it is now."""
     segment = slots.of(entry)
+    block = segment.block
     rows, at = slots.table.row(entry)
     slot = entry & tbl.SLOT_MASK
+    tag = (rows[at + tbl.TAG_LO], rows[at + tbl.TAG_HI])
+    parts = rows[at + tbl.FACTS] >> 16 & 0xFFFF
+    offset = disk.SUPERBLOCK_BYTES + slot * block.slot_bytes
     return Place(
-        entry=entry,
-        segment=segment.number,
-        slot=slot,
-        fd=segment.fd,
-        offset=disk.SUPERBLOCK_BYTES + slot * segment.block.slot_bytes,
-        header_bytes=segment.block.header_bytes,
-        blob_bytes=rows[at + tbl.BLOB_BYTES],
-        generation=rows[at + tbl.GENERATION],
-        tag=(rows[at + tbl.TAG_LO], rows[at + tbl.TAG_HI]),
-        parts=rows[at + tbl.FACTS] >> 16 & 0xFFFF,
-    )
+        entry, block.segment, slot, segment.fd, offset, block.header_bytes,
+        rows[at + tbl.BLOB_BYTES], rows[at + tbl.GENERATION], tag, parts,
+    )  # fmt: skip
 
 
 def entry_of(slots: Slots, entry: int) -> Entry:

@@ -124,10 +124,10 @@ class Slots:
         """Return the segment of *entry*."""
         return self.segments[entry >> tbl.SLOT_BITS]
 
-    def facts(self, entry: int) -> tuple[State, int]:
+    def facts(self, entry: int) -> tuple[int, int]:
         """Return (state, generation) of a slot."""
         rows, at = self.table.row(entry)
-        return State(rows[at + tbl.FACTS] & 0xFF), rows[at + tbl.GENERATION]
+        return rows[at + tbl.FACTS] & 0xFF, rows[at + tbl.GENERATION]
 
     # --- segments --------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """How much of the drive does the disk tier give? Blobs of 2 MiB and 64 KiB, written and read, against a raw loop.
 
-    raw                     the faster of threads and Linux AIO: blocks of one preallocated file, O_DIRECT, same size and
-                            depth, no bookkeeping (raw_disk.py); it is the roof
+    raw                     the faster of threads and Linux AIO, in each round: blocks of one preallocated file, O_DIRECT,
+                            same size and depth, no bookkeeping (raw_disk.py); it is the roof
     kvferry                 the tier as it is used: from and to frames of an arena, headers, journal, checksums made and
                             compared, fsync policy "batch"
     file_per_chunk          what vLLM's file-system tier does, made anew: one buffered file each (file_per_chunk.py); the
@@ -11,27 +11,30 @@
 
 Buffered files are read after they have left the page cache (fdatasync, then POSIX_FADV_DONTNEED); what is printed says
 whether the kernel did so. Every provider's bytes are compared: read into poisoned memory, or read back from the drive.
-The last cases ask what opening a folder costs: a journal, or a walk over files, reading the first page of each.
+The last case asks what opening a folder costs: kvferry reads its journal; one file per chunk means a walk over names, and
+the first page of each file for what a name does not tell.
 
     python -m perf.bench_disk --assert
     python -m perf.bench_disk --folder /mnt/nvme --quick
 """
 
 import argparse
-import mmap
+import collections
+import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from perf.disk_tier import Tier
-from perf.file_per_chunk import FilePerChunk
+from perf.file_per_chunk import FilePerChunk, scan_headers, scan_names
 from perf.harness import Case, Figure, Gate, Provider, parser, run
 from perf.raw_disk import RawFile, pages, same_bytes
+from perf.sparse_blobs import fill, opened
 
 from kvferry.kvops.settings import format_bytes
 from kvferry.kvops.store.memory import file_system_of
@@ -74,7 +77,8 @@ class Bench:
         bytes_of[:] = np.random.default_rng(size).integers(0, 256, working_set, dtype=np.uint8)
         self.out = pages(working_set)
         self._tier: Tier | None = None
-        self._ways: dict[bool, Callable[[mmap.mmap, bool], None]] = {}
+        self._is_raw_written = False
+        self._won: collections.Counter[tuple[str, bool]] = collections.Counter()
 
     def poison(self) -> None:
         """Overwrite the destination."""
@@ -86,29 +90,24 @@ class Bench:
             np.array_equal(np.frombuffer(self.out, np.uint8), np.frombuffer(self.source, np.uint8))
         )
 
-    def move_raw(self, write: bool) -> None:
-        """Move everything the way that is faster here."""
-        self._way(write)(self.source if write else self.out, write)
+    def move_raw(self, write: bool) -> float:
+        """Move everything both ways; return the seconds of the faster one."""
+        seconds = {}
+        for way in (self.raw.by_threads, self.raw.by_aio):
+            begin = time.perf_counter()
+            way(self.source if write else self.out, write)
+            seconds[way.__name__] = time.perf_counter() - begin
+        best = min(seconds, key=lambda name: seconds[name])
+        self._won[best, write] += 1
+        return seconds[best]
 
-    def _way(self, write: bool) -> Callable[[mmap.mmap, bool], None]:
-        if write not in self._ways:
-            memory = self.source if write else self.out
-            # the first writes of a preallocated file cost more, and must not decide; nor may reading such a file
+    def before_raw(self, write: bool) -> None:
+        """Have the blocks written once, since the first time costs more, and the destination poisoned."""
+        if not self._is_raw_written:
             self.raw.by_threads(self.source, True)
-            seconds = {}
-            for way in (self.raw.by_threads, self.raw.by_aio) * 2:
-                begin = time.perf_counter()
-                way(memory, write)
-                spent = time.perf_counter() - begin
-                seconds[way] = min(spent, seconds.get(way, spent))
-            best = self._ways[write] = min(seconds, key=lambda way: seconds[way])
-            speeds = ", ".join(
-                f"{way.__name__} {self.size * self.count / spent / 1e9:.2f} GB/s"
-                for way, spent in seconds.items()
-            )
-            verb = "write" if write else "read"
-            print(f"{self.name} {verb}: raw is {best.__name__} ({speeds})")
-        return self._ways[write]
+            self._is_raw_written = True
+        if not write:
+            self.poison()
 
     def raw_matches(self) -> bool:
         """Whether the raw file holds the source."""
@@ -133,11 +132,6 @@ class Bench:
             _say_once("buffered reads: page cache dropped before each run")
         self.poison()
 
-    def before_read_raw(self) -> None:
-        """Have the way chosen and the destination poisoned."""
-        self._way(False)
-        self.poison()
-
     @property
     def tier(self) -> Tier:
         """The tier, opened at its first use."""
@@ -148,7 +142,9 @@ class Bench:
         return self._tier
 
     def close(self) -> None:
-        """Let go of files and threads."""
+        """Let go of files and threads; say what is behind the figures."""
+        for (way, write), times in sorted(self._won.items()):
+            print(f"{self.name} {'write' if write else 'read'}: raw was {way}, {times} times")
         if self._tier is not None:
             stages = self._tier.tier.stages()
             for stage, values in stages.items():
@@ -161,12 +157,17 @@ class Bench:
 
     def cases(self) -> list[Case]:
         """Return writing and reading."""
-        writes = [
-            Provider("raw", lambda: self.move_raw(True), lambda: self._way(True) and None, self.raw_matches),
-        ]  # fmt: skip
-        reads = [
-            Provider("raw", lambda: self.move_raw(False), self.before_read_raw, self.out_matches),
-        ]
+        writes, reads = (
+            [
+                Provider(
+                    "raw",
+                    lambda write=write: self.move_raw(write),
+                    lambda write=write: self.before_raw(write),
+                    self.raw_matches if write else self.out_matches,
+                )
+            ]
+            for write in (True, False)
+        )
         writes.append(
             Provider(
                 "kvferry",
@@ -207,6 +208,46 @@ class Bench:
         ]
 
 
+class Opening:
+    """Folders with many blobs: a walk over files, and a journal. Blobs in sparse segments; files of one page."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.count = count
+        self.files = FilePerChunk(folder / "opening-chunks", 4096, count)
+        self.folder = folder / "opening-tier"
+
+    def before(self) -> None:
+        """Have both there, and no bytes of them in the page cache; names stay cached."""
+        if not self.folder.exists():
+            fill(self.folder, self.count)
+            self.files.write_first_pages()
+        self.files.settle()
+        for path in self.folder.glob("index-*.log"):
+            with path.open("rb") as stream:
+                os.fdatasync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def open(self) -> int:
+        """Open the tier's folder; return how many blobs it has."""
+        with opened(self.folder) as files:
+            return files.stats()["blobs"]
+
+    def case(self) -> Case:
+        """Return the case."""
+        chunks = self.files.folder
+        return Case(f"open {self.count} blobs", 0, 1, [
+            Provider(
+                "scan_headers", lambda: scan_headers(chunks), self.before,
+                lambda: len(scan_headers(chunks)) == self.count,
+            ),
+            Provider(
+                "scan_names", lambda: scan_names(chunks), self.before,
+                lambda: len(scan_names(chunks)) == self.count,
+            ),
+            Provider("kvferry", self.open, self.before, lambda: self.open() == self.count),
+        ])  # fmt: skip
+
+
 _said: set[str] = set()
 
 
@@ -219,12 +260,14 @@ def _say_once(text: str) -> None:
 def gates(figures: list[Figure]) -> list[Gate]:
     """Return the stated limits."""
     by_name = {(f.case.name, f.provider): f for f in figures}
+    (opening,) = [f for f in figures if f.case.name.startswith("open") and f.provider == "kvferry"]
+    blobs = int(opening.case.name.split()[1])
     return [
         Gate(f"{size} {verb}: kvferry / raw", 1 / by_name[case, "kvferry"].ratio, limit, True)
         for size, limit in LIMITS.items()
         for verb in ("write", "read")
         if ((case := f"{size} {verb}"), "kvferry") in by_name
-    ]
+    ] + [Gate("open: s for 100,000 blobs", opening.p50 / 1e6 / blobs * 1e5, OPEN_LIMIT_S)]
 
 
 @contextmanager
@@ -271,6 +314,7 @@ def main() -> int:
         )
         benches = [Bench(folder, name, size, working_set) for name, size in SIZES.items()]
         cases = [case for bench in benches for case in bench.cases()]
+        cases.append(Opening(folder, QUICK_OPEN_BLOBS if is_small else OPEN_BLOBS).case())
         try:
             return run("bench_disk", args, cases, gates)
         finally:

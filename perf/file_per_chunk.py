@@ -73,6 +73,12 @@ class FilePerChunk:
 
         in_threads(work, THREADS)
 
+    def write_first_pages(self) -> None:
+        """Make every file, with one page in it, as if that were its header."""
+        for number, path in enumerate(self.paths):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(number.to_bytes(8, "little") * 512)
+
     def settle(self) -> bool:
         """Bring every file to the drive and out of the page cache; return whether the last one has left it."""
         for path in self.paths:
@@ -114,8 +120,13 @@ def _is_out_of_cache(fd: int, size: int) -> bool:
     return not failed and not (there & 1).any()
 
 
+def scan_names(folder: Path) -> list[str]:
+    """Return the names of all chunks."""
+    return [name for _, _, names in os.walk(folder) for name in names]
+
+
 def scan_headers(folder: Path) -> dict[str, bytes]:
-    """Return the first page of every chunk: what finding out costs that names alone do not tell."""
+    """Return the first page of every chunk: what a name does not tell."""
     found = {}
     for here, _, names in os.walk(folder):
         for name in names:

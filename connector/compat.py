@@ -78,13 +78,13 @@ def require_supported_engine(version: str | None = None, package: Path | None = 
     )  # fmt: skip
 
 
-def host_hit_source() -> Any:
-    """Return what `get_load_source` answers for memory of this host, or None before vLLM 0.32."""
+def hit_sources() -> tuple[Any, Any]:
+    """Return what `get_load_source` answers for memory of this host and for its disk; None before vLLM 0.32."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
-        return None
-    return CacheHitSource.HOST
+        return None, None
+    return CacheHitSource.HOST, CacheHitSource.DISK
 
 
 def key_positions(context: Any) -> dict[bytes, int] | None:

@@ -12,7 +12,8 @@ class RequestState:
     Attributes:
         epoch: number of the cache epoch in which the rest was written; older content counts as empty.
         skip: why no more chunks of this request are stored; empty while they are.
-        deadline_s: until when (monotonic clock) the request waits for chunks being written; 0 before it met one.
+        deadline_s: until when (monotonic clock) the request waits for chunks being written or read from the disk; 0 before it
+            met one.
         gave_up: the deadline has passed once, and has been counted.
         stores: frames being written for it, in the order of their reservation.
         loads: frames being read for it; None for one that went away before the load was prepared.
@@ -26,6 +27,12 @@ class RequestState:
     stores: dict[bytes, Frame] = field(default_factory=dict)
     loads: dict[bytes, Frame | None] = field(default_factory=dict)
     keys: dict[bytes, None] = field(default_factory=dict)
+
+    def may_wait(self, now_s: float, timeout_s: float) -> bool:
+        """Return whether the request may wait (longer) for a chunk that will be readable; the first wait starts the clock."""
+        if not self.deadline_s:
+            self.deadline_s = now_s + timeout_s
+        return now_s < self.deadline_s
 
     def start_over(self, epoch: int) -> None:
         """Forget everything: the frames belong to an epoch that is gone."""

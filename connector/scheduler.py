@@ -31,19 +31,17 @@ from kvferry.kvops.store.frame import Frame
 from kvferry.kvops.store.store import Reserve, Store
 
 from . import compat
+from .disk import Disk
 from .geometry import Geometry
 from .messages import GONE, FrameLoadStoreSpec
+from .orphans import Orphans
 from .request_state import RequestState
-from .stats import Labels, Tally
+from .stats import Labels, Tally, store_gauges
 
 logger = logging.getLogger("vllm.kvferry")
 
-REAP_TIMEOUT_S = 60.0
-"""How long the engine is kept stepping for jobs of before a reset; a dead worker must not keep it awake for ever."""
-
 _GAUGES_EVERY_S = 5.0
 """Time between two reports of gauges, seconds: counting frames costs more than a step should pay."""
-
 
 _WRITER_CHECK_EVERY_S = 0.25
 """Time between two looks at whether a pending chunk still has somebody to write it, seconds: a look reads /proc."""
@@ -57,10 +55,11 @@ class KVFerryManager(OffloadingManager):
         geometry: the KV cache groups.
         config: settings.
         new_namespace: makes the namespace of the next cache epoch.
+        disk: the disk below the store, if there is one.
         on_shutdown: called once, after the store has been closed.
 
     Threads: the scheduler's one thread.
-    Ownership: owns *store*.
+    Ownership: owns *store* and *disk*.
     """
 
     def __init__(
@@ -69,6 +68,7 @@ class KVFerryManager(OffloadingManager):
         geometry: Geometry,
         config: Config,
         new_namespace: Callable[[], bytes],
+        disk: Disk | None = None,
         on_shutdown: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,22 +77,20 @@ class KVFerryManager(OffloadingManager):
         self._geometry = geometry
         self._config = config
         self._new_namespace = new_namespace
+        self._disk = disk
         self._on_shutdown = on_shutdown
         self._clock = clock
         self._slot_of = {group_id: at for at, group_id in enumerate(geometry.group_ids)}
         self._blob_bytes = [geometry.world_size * size for size in geometry.part_bytes]
         self._epoch = 0
         self._inflight_bytes = 0
-        self._has_orphans = False
-        self._said_orphans = False
-        self._orphan_bytes = 0
-        self._reap_until_s = 0.0
+        self._orphans = Orphans(store, clock)
         self._hits = self._misses = self._pending = 0
         self._next_stats_s = 0.0
         self._next_writer_check_s = 0.0
         self._writers = 0
         self.tally = Tally()
-        self._host_source = compat.host_hit_source()
+        self._host_source, self._disk_source = compat.hit_sources()
 
     def adopt_part_bytes(self, part_bytes: Sequence[int]) -> None:
         """Take the sizes that the workers found, where the engine's table alone doesn't tell them."""
@@ -103,34 +101,45 @@ class KVFerryManager(OffloadingManager):
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Say whether one chunk is stored. A hit stays valid until the end of the step."""
         frame = self._store.frames.get(key)
-        if frame is None:
-            self._misses += 1
-            return LookupResult.MISS
-        if self._words[frame.word] == frame.ready:
+        if frame is not None and self._words[frame.word] == frame.ready:
             frame.step = self._store.step
             self._hits += 1
             return LookupResult.HIT
-        return self._lookup_unready(frame, req_context)
+        if frame is None and self._disk is None:
+            self._misses += 1
+            return LookupResult.MISS
+        return self._lookup_unready(key, frame, req_context)
 
-    def _lookup_unready(self, frame: Frame, req_context: Any) -> LookupResult:
-        if not frame.is_writing or not self._config.pending_timeout_ms:
+    def _lookup_unready(self, key: bytes, frame: Frame | None, req_context: Any) -> LookupResult:
+        """Answer for a chunk that can't be read now: one that is being written, or one on the disk."""
+        disk, now = self._disk, self._clock()
+        if disk is not None and (frame is None or disk.is_loading(key)):
+            answer = LookupResult.RETRY if disk.has(key) else LookupResult.MISS
+        elif frame is not None and frame.is_writing and self._has_writer(now):
+            answer = LookupResult.HIT_PENDING
+        else:
+            answer = LookupResult.MISS
+        if answer is not LookupResult.MISS and not self._may_wait(req_context, now):
+            answer = LookupResult.MISS
+        if disk is not None and answer is LookupResult.RETRY:
+            # vLLM goes on to the chunks behind, so that all of a prefix are read at once
+            answer = disk.fetch(key, self._size_of(key)[1])
+        if answer is LookupResult.MISS:
             self._misses += 1
-            return LookupResult.MISS
-        state = self._state(req_context)
-        now = self._clock()
-        if not state.deadline_s:
-            state.deadline_s = now + self._config.pending_timeout_ms / 1000
-        elif now >= state.deadline_s:
-            if not state.gave_up:
-                state.gave_up = True
-                self.tally.count(Metrics.PENDING_TIMEOUTS)
-            self._misses += 1
-            return LookupResult.MISS
-        if not self._has_writer(now):
-            self._misses += 1
-            return LookupResult.MISS
-        self._pending += 1
-        return LookupResult.HIT_PENDING
+        elif answer is LookupResult.HIT:
+            self._hits += 1
+        else:
+            self._pending += 1
+        return answer
+
+    def _may_wait(self, req_context: Any, now: float) -> bool:
+        state, timeout_ms = self._state(req_context), self._config.pending_timeout_ms
+        if not timeout_ms or state.may_wait(now, timeout_ms / 1000):
+            return timeout_ms > 0
+        if not state.gave_up:
+            state.gave_up = True
+            self.tally.count(Metrics.PENDING_TIMEOUTS)
+        return False
 
     def _has_writer(self, now: float) -> bool:
         """Return whether a worker of this engine lives, asked at most every quarter of a second."""
@@ -140,8 +149,9 @@ class KVFerryManager(OffloadingManager):
         return self._writers > 0
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
-        """Say where a hit comes from: memory of this host."""
-        return self._host_source
+        """Say where a hit comes from: memory of this host, or its disk."""
+        is_from_disk = self._disk is not None and self._disk.is_fresh(key)
+        return self._disk_source if is_from_disk else self._host_source
 
     # --- load --------------------------------------------------------------------------------------------------
 
@@ -163,6 +173,8 @@ class KVFerryManager(OffloadingManager):
             held.append(frame)
             rows.append((frame.header, frame.offset, frame.generation))
         self._store.lease(held)
+        if self._disk is not None:
+            self._disk.used(held)
         self._remember(state, keys)
         return FrameLoadStoreSpec.from_rows(rows, counts)
 
@@ -206,7 +218,7 @@ class KVFerryManager(OffloadingManager):
         """Return the leading chunks of *keys*, by position in the request, for which there is budget in flight."""
         if len(self._slot_of) > 1:
             keys = sorted(keys, key=self._positions(keys, req_context).__getitem__)
-        room = self._config.max_inflight_bytes - self._inflight_bytes - self._orphan_bytes
+        room = self._config.max_inflight_bytes - self._inflight_bytes - self._orphans.num_bytes
         for at, key in enumerate(keys):
             room -= self._blob_bytes[self._slot(key)]
             if room < 0:
@@ -255,14 +267,15 @@ class KVFerryManager(OffloadingManager):
         frames = [frame for key, frame in state.stores.items() if key in keys]
         # groups in which chunks stand alone (sliding windows) come after those that can make them useless
         frames.sort(key=lambda frame: not self._geometry.is_prefix[self._slot(frame.key)])
-        published, given_up = 0, []
+        published: list[Frame] = []
+        given_up: list[Frame] = []
         for frame in frames:
             del state.stores[frame.key]
             self._inflight_bytes -= frame.blob_bytes
             if state.skip == "aborted" or not success:
                 given_up.append(frame)
             elif self._store.commit([frame])[0]:
-                published += 1
+                published.append(frame)
             else:
                 # the store has already taken the frame back
                 self.tally.count(Metrics.ABORTED_STORES)
@@ -270,7 +283,9 @@ class KVFerryManager(OffloadingManager):
                     state.skip = "aborted"
         self._store.abort(given_up)
         self.tally.count(Metrics.ABORTED_STORES, len(given_up))
-        self.tally.count(Metrics.STORED_CHUNKS, published)
+        self.tally.count(Metrics.STORED_CHUNKS, len(published))
+        if self._disk is not None:
+            self._disk.stored(published)
 
     # --- life of requests and steps ----------------------------------------------------------------------------
 
@@ -295,69 +310,56 @@ class KVFerryManager(OffloadingManager):
     def on_schedule_end(self, context: Any) -> None:
         """Let go of hits that no load has claimed, and take back frames whose jobs a reset made stale."""
         self._store.end_step()
-        if self._has_orphans:
-            self._reap()
-
-    def _reap(self) -> None:
-        """Take back what workers have let go of since a reset."""
-        waited_for = self._store.reap()
-        if waited_for and self._clock() >= self._reap_until_s:
-            if not self._store.arena.workers_alive():
-                self._store.abandon()
-                waited_for = 0
-            elif not self._said_orphans:
-                self._said_orphans = True
-                logger.error(
-                    "%d frames of before a reset are still in a worker's hands after %.0f s; their memory is not used",
-                    waited_for, REAP_TIMEOUT_S,
-                )  # fmt: skip
-        self._has_orphans = waited_for > 0
-        self._orphan_bytes = self._store.orphaned_bytes() if waited_for else 0
+        if self._disk is not None:
+            self._disk.poll()
+        self._orphans.reap()
 
     def has_pending_work(self) -> bool:
         """Return whether the engine must go on stepping until the workers are done with stale jobs."""
-        return self._has_orphans and self._clock() < self._reap_until_s
+        return self._orphans.are_waited_for
 
     def reset_cache(self) -> None:
         """Move to a new epoch: the weights may have changed, so nothing stored so far may ever be found again."""
         self._epoch += 1
         self._store.new_epoch(self._new_namespace())
         self._inflight_bytes = 0
-        self._reap_until_s = self._clock() + REAP_TIMEOUT_S
-        self._said_orphans = False
-        self._reap()
+        self._orphans.expect()
         self.tally.count(Metrics.RESETS)
 
     def get_stats(self) -> Any:
         """Return what was counted since the last call, or None."""
-        for amount, result in (
-            (self._hits, "hit"),
-            (self._misses, "miss"),
-            (self._pending, "pending"),
-        ):
-            self.tally.count(Metrics.LOOKUP_CHUNKS, amount, result)
+        self.tally.count(Metrics.LOOKUP_CHUNKS, self._hits, "hit")
+        self.tally.count(Metrics.LOOKUP_CHUNKS, self._misses, "miss")
+        self.tally.count(Metrics.LOOKUP_CHUNKS, self._pending, "pending")
         self._hits = self._misses = self._pending = 0
         self.tally.follow(Metrics.EVICTED_CHUNKS, self._store.counts["evicted"])
         self.tally.follow(Metrics.BAD_FRAMES, self._store.counts["bad"])
+        if self._disk is not None:
+            self._disk.count(self.tally)
         now = self._clock()
         gauges: Iterable[tuple[Any, Labels, float]] = ()
         if now >= self._next_stats_s:
             self._next_stats_s = now + _GAUGES_EVERY_S
-            gauges = self._gauges(self._store.stats())
+            gauges = [
+                *store_gauges(self._store.stats(), self._inflight_bytes + self._orphans.num_bytes),
+                *(self._disk.gauges() if self._disk else ()),
+            ]
         return self.tally.report(gauges)
-
-    def _gauges(self, stats: Mapping[str, float]) -> Iterable[tuple[Any, Labels, float]]:
-        yield Metrics.ARENA_BYTES, (), stats["arena_bytes"]
-        yield Metrics.ARENA_USED_BYTES, (), stats["used_bytes"]
-        yield Metrics.LEASES, (), stats["leases"]
-        yield Metrics.INFLIGHT_BYTES, (), self._inflight_bytes + self._orphan_bytes
-        for state in ("ready", "writing", "free"):
-            yield Metrics.FRAMES, (state,), stats[f"{state}_frames"]
 
     def shutdown(self) -> None:
         """Give the store up: what was published stays in an arena that has a path."""
+        ended = self._disk is None or self._disk.close()
         self._store.close()
-        self._on_shutdown()
+        if ended:
+            self._on_shutdown()
+        else:
+            # unmapping what a drive may still write would take the process down
+            logger.error("the arena stays mapped: the disk has not answered")
+
+    def give_way(self) -> None:
+        """Let the disk go on, in a step that computes nothing."""
+        if self._disk is not None:
+            self._disk.give_way()
 
     # --- small things ------------------------------------------------------------------------------------------
 

@@ -18,11 +18,13 @@ from kvferry.kvops.config import Config, format_bytes
 from kvferry.kvops.errors import UnsupportedEngineError
 from kvferry.kvops.namespace import namespace_digest
 from kvferry.kvops.store.arena import Arena
+from kvferry.kvops.store.disk.opening import open_tier
 from kvferry.kvops.store.frames import Frames
 from kvferry.kvops.store.private_arena import private_arena_path, sweep_private_arenas
 from kvferry.kvops.store.store import Store
 from kvferry.kvops.transfer.queue import TransferQueue
 
+from .disk import Disk
 from .geometry import check_part_bytes, read_geometry
 from .scheduler import KVFerryManager
 from .stats import metric_definitions
@@ -110,6 +112,7 @@ class KVFerrySpec(OffloadingSpec):
                     verify=settings.verify,
                     eviction=settings.eviction,
                 )
+                disk = self._open_disk(store)
                 if settings.arena_path is None:
                     # everybody has it mapped; without a name it can't outlive its processes
                     arena.unlink()
@@ -117,7 +120,7 @@ class KVFerrySpec(OffloadingSpec):
                 arena.close()
                 raise
             self.manager = KVFerryManager(
-                store, self.geometry, settings, self._next_namespace, on_shutdown=arena.close
+                store, self.geometry, settings, self._next_namespace, disk, arena.close
             )
             self._announce(arena, namespace)
         return self.manager
@@ -163,6 +166,10 @@ class KVFerrySpec(OffloadingSpec):
             for left in sweep_private_arenas():
                 logger.warning("kvferry: removed %s, which an engine that did not start left", left)
         return Arena.open(path, settings.arena_bytes, session=engine_id)
+
+    def _open_disk(self, store: Store) -> Disk | None:
+        settings = self._settings
+        return None if settings.disk_path is None else Disk(open_tier(store, settings), store)
 
     def _first_namespace(self) -> bytes:
         return namespace_digest(self._fields)

@@ -3,7 +3,7 @@
 The names, kinds and labels are those of ``kvops/metrics.py``; vLLM refuses a name that is not declared here.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -31,6 +31,18 @@ def _definition(metric: Metric) -> Any:
     if metric.kind == "gauge":
         return OffloadingGaugeMetadata(metric.help, labels)
     return OffloadingHistogramMetadata(metric.help, labels, metric.buckets)
+
+
+def store_gauges(
+    stats: Mapping[str, float], inflight_bytes: float
+) -> Iterator[tuple[Metric, Labels, float]]:
+    """Yield what holds in a store now, from its ``stats()``."""
+    yield Metrics.ARENA_BYTES, (), stats["arena_bytes"]
+    yield Metrics.ARENA_USED_BYTES, (), stats["used_bytes"]
+    yield Metrics.LEASES, (), stats["leases"]
+    yield Metrics.INFLIGHT_BYTES, (), inflight_bytes
+    for state in ("ready", "writing", "free"):
+        yield Metrics.FRAMES, (state,), stats[f"{state}_frames"]
 
 
 def forget_earlier_engines() -> None:

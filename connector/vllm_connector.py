@@ -129,6 +129,12 @@ class KVFerryConnector(OffloadingConnector):
             if isinstance(found, WorkerGeometry):
                 self._manager.adopt_part_bytes(found.part_bytes)
 
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Let the disk go on in a step that computes nothing, then do what vLLM does."""
+        if not scheduler_output.total_num_scheduled_tokens:
+            self._manager.give_way()
+        return super().build_connector_meta(scheduler_output)
+
     # --- both sides --------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> Any:

@@ -71,6 +71,8 @@ _OTHER_NAMES = {
     "num_cpu_blocks": "arena_bytes",
     "eviction_policy": "eviction",
     "path": "arena_path",
+    "root_dir": "disk_path",
+    "disk_capacity_bytes": "disk_bytes",
     "kv_load_failure_policy": "on_load_failure",
 }
 """What neighbours call our settings; only used to answer an unknown key."""
@@ -166,6 +168,55 @@ class Config:
         Whole(0, 600_000),
         "milliseconds",
         "How long one request waits for blocks that are still being stored; 0: not at all.",
+    )
+    disk_path: str | None = _setting(
+        None,
+        AbsolutePath(is_folder=True),
+        "path",
+        "Folder on a local disk for chunks that leave memory, kept over restarts; for one engine at a time. "
+        "None: no disk.",
+    )
+    disk_bytes: int = _setting(
+        64 * GIB,
+        Size(64 * MIB, 1024 * TIB),
+        "bytes",
+        "Quota of disk_path, everything in it; what was used least recently makes room.",
+    )
+    disk_free_floor_bytes: int = _setting(
+        4 * GIB,
+        Size(1 * MIB, 1024 * TIB),
+        "bytes",
+        "Free space of its file system that is never used, whatever the quota.",
+    )
+    disk_write: str = _setting(
+        "commit",
+        Choice(("commit", "pressure")),
+        "",
+        "When a chunk is written: as soon as it is stored, or when memory is nearly full and it would go next.",
+    )
+    disk_admission: str = _setting(
+        "reused",
+        Choice(("reused", "all")),
+        "",
+        "What is worth writing: chunks that came a second time, or everything.",
+    )
+    disk_sync: str = _setting(
+        "batch",
+        Choice(("never", "batch", "always")),
+        "",
+        "What a power failure may take: what the kernel had not written yet, the last second, or nothing.",
+    )
+    disk_io: str = _setting(
+        "auto",
+        Choice(("auto", "aio", "threads")),
+        "",
+        "How files are read and written: Linux AIO, threads, or what is faster on that disk in a short trial.",
+    )
+    disk_timeout_ms: int = _setting(
+        5000,
+        Whole(10, 600_000),
+        "milliseconds",
+        "After which a read or write counts as failed; three failures in a row switch the disk off for a while.",
     )
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """Where each value that is not a default came from."""

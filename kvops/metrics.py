@@ -108,6 +108,48 @@ class Metrics:
     )
     LEASES = _gauge("leases", "Leases that keep frames from being evicted, in leases.")
     INFLIGHT_BYTES = _gauge("inflight_bytes", "Stores that have begun and not ended, in bytes.")
+    DISK_CHUNKS = _counter(
+        "disk_chunks",
+        "Chunks moved between memory and the disk, in chunks.",
+        direction=("save", "load"),
+    )
+    DISK_BYTES = _counter(
+        "disk_bytes",
+        "Chunks moved between memory and the disk, in bytes: those saved, divided by the chunks loaded, are what a hit "
+        "costs the drive.",
+        direction=("save", "load"),
+    )
+    DISK_SKIPPED = _counter(
+        "disk_skipped_saves",
+        "Chunks that were not written to the disk, in chunks: seen once only, too many bytes in flight, the disk "
+        "switched off after failures, or no room could be made.",
+        reason=("admission", "busy", "off", "no_room"),
+    )
+    DISK_FAILURES = _counter(
+        "disk_failures",
+        "Chunks that could not be moved, in chunks: an error of the drive, no answer in time, or wrong bytes.",
+        direction=("save", "load"),
+        reason=("error", "timeout", "corrupt"),
+    )
+    DISK_EVICTED = _counter(
+        "disk_evicted_chunks", "Chunks on the disk that made room for others, in chunks."
+    )
+    DISK_USED_BYTES = _gauge("disk_used_bytes", "Room that the folder takes on the disk, in bytes.")
+    DISK_BLOBS = _gauge("disk_blobs", "Chunks on the disk that can be read, in chunks.")
+    DISK_QUARANTINED = _gauge(
+        "disk_quarantined", "Blobs and files on the disk that are kept but never read, in pieces."
+    )
+    DISK_OFF = _gauge(
+        "disk_off",
+        "Whether the disk is left alone after failures, in pauses: 1 while it is, else 0.",
+        direction=("save", "load"),
+    )
+    DISK_STAGE_SECONDS = _gauge(
+        "disk_stage_seconds",
+        "Time of one chunk in a stage of the disk tier since the start, in seconds.",
+        stage=("queue", "io", "checksum", "publish"),
+        stat=("avg", "p50", "p99"),
+    )
     TRANSFER_SECONDS = _histogram(
         "transfer_seconds",
         "Time from the start of a transfer's first copy to the end of its last, in seconds.",

@@ -223,8 +223,9 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class AbsolutePath:
-    """The absolute path of a file, or nothing."""
+    """The absolute path of a file or a folder, or nothing."""
 
+    is_folder: bool = False
     accepts: str = "an absolute path, or null"
 
     def parse(self, text: str) -> object:
@@ -232,7 +233,7 @@ class AbsolutePath:
         return self.check(text)
 
     def check(self, value: object) -> object:
-        """Take None or an absolute path that names a file."""
+        """Take None or an absolute path; one that ends in a slash does not name a file."""
         if value is None:
             return None
         if not isinstance(value, str):
@@ -240,7 +241,7 @@ class AbsolutePath:
         if not value.startswith("/") or "\0" in value:
             # the engine's processes may have different working directories and homes
             raise ValueError(f"{self.accepts}; got {shown(value)}")
-        if value.endswith("/"):
+        if value.endswith("/") and not self.is_folder:
             raise ValueError(f"the path of a file, not of a folder; got {shown(value)}")
         return value
 

@@ -51,7 +51,11 @@ class Request:
     @property
     def num_bytes(self) -> int:
         """Bytes of all pieces."""
-        return sum(size for _, size in self.pieces)
+        # a generator would cost more than the rest of a request
+        size = 0
+        for _, piece in self.pieces:
+            size += piece
+        return size
 
 
 @dataclasses.dataclass(slots=True)

@@ -67,9 +67,14 @@ class Space:
         return size_class.free.pop()
 
     def free_bytes(self) -> int:
-        """Return the bytes of free places and free slabs."""
-        places = sum(len(c.free) * c.size.frame_bytes for c in self.classes.values())
-        return places + self.spans.by_slab.count(None) * self._arena.slab_bytes
+        """Return the bytes of free places, and of free slabs if some size could use them."""
+        classes = self.classes.values()
+        places = sum(len(c.free) * c.size.frame_bytes for c in classes)
+        least = min((self.spans.slabs_for(c.size) for c in classes), default=1)
+        if self.spans.find_free(least) is None:
+            return places
+        free_slabs: int = self._arena.slab_bytes * self.spans.by_slab.count(None)
+        return places + free_slabs
 
     def take_slabs(self, slabs: int, *, evict: bool) -> Span | None:
         """Return a span of *slabs* slabs for an index, or None."""

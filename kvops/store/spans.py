@@ -82,6 +82,7 @@ class Spans:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        self._slabs_for: dict[SizeKey, int] = {}
         self.by_slab: list[Span | None] = [None] * arena.slab_count
         for span in read_spans(
             arena.buffer, arena.span_table, arena.slab_bytes, arena.slab_count, arena.data
@@ -95,7 +96,11 @@ class Spans:
 
     def slabs_for(self, size: SizeKey) -> int:
         """Return how many slabs a span of *size* takes here; 0 if a frame of that size can't exist here."""
-        return slabs_for(size, self._arena.slab_bytes, self._arena.slab_count)
+        found = self._slabs_for.get(size)
+        if found is None:
+            found = slabs_for(size, self._arena.slab_bytes, self._arena.slab_count)
+            self._slabs_for[size] = found
+        return found
 
     def find_free(self, slabs: int) -> int | None:
         """Return the first slab of a free run of *slabs*, or None."""

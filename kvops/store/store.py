@@ -276,6 +276,14 @@ class Store(PutGet):
                 self._free(frame)
                 self.counts["bad"] += 1
 
+    def guard(self, frame: Frame) -> None:
+        """Keep a reserved frame from being taken back after a reset while this process itself fills it."""
+        self._pins[frame] = 1
+
+    def unguard(self, frame: Frame) -> None:
+        """End what :meth:`guard` began; commit or abort the frame next."""
+        del self._pins[frame]
+
     def delete(self, keys: Iterable[bytes]) -> list[bool]:
         """Delete chunks that are ready and that no load reads; return which."""
         out = []
@@ -340,7 +348,8 @@ class Store(PutGet):
 
     def free_share(self) -> float:
         """Return the share of the arena's memory for frames that holds none, 0 to 1."""
-        return self._space.free_bytes() / (self.arena.slab_count * self.arena.slab_bytes)
+        whole: int = self.arena.slab_count * self.arena.slab_bytes
+        return self._space.free_bytes() / whole
 
     def take_evicted(self) -> list[bytes]:
         """Return the keys evicted since the last call, oldest first, the latest 65,536 at most."""

@@ -35,6 +35,12 @@ class HfConfig:
         return dict(self.values)
 
 
+def known_fields(of, **values):
+    """Return those of *values* that a dataclass of this vLLM has."""
+    names = {field.name for field in dataclasses.fields(of)}
+    return {name: value for name, value in values.items() if name in names}
+
+
 @pytest.fixture
 def world(tmp_path):
     """Return what vLLM hands over for a small model, as attributes that a test may change."""
@@ -72,8 +78,7 @@ def world(tmp_path):
             KVCacheGroupSpec(LAYERS, full),
             KVCacheGroupSpec(["model.layers.2.attn"], window),
         ],
-        kv_cache_layout="LBHNC",
-        hash_block_size=32,
+        **known_fields(KVCacheConfig, kv_cache_layout="LBHNC", hash_block_size=32),
     )
     return SimpleNamespace(vllm=vllm_config, kv=kv_cache_config, blocks_per_chunk=2, folder=model)
 

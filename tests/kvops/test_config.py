@@ -52,6 +52,17 @@ GOOD = [
     ("on_load_failure", "fail", "fail"),
     ("pending_timeout_ms", 0, 0),
     ("pending_timeout_ms", 600_000, 600_000),
+    ("disk_path", "/mnt/kv", "/mnt/kv"),
+    ("disk_path", "/mnt/kv/", "/mnt/kv/"),
+    ("disk_bytes", "2TiB", 2 << 40),
+    ("disk_bytes", "64MiB", 64 * MIB),
+    ("disk_free_floor_bytes", "1MiB", MIB),
+    ("disk_write", "pressure", "pressure"),
+    ("disk_admission", "all", "all"),
+    ("disk_sync", "never", "never"),
+    ("disk_io", "aio", "aio"),
+    ("disk_timeout_ms", 10, 10),
+    ("disk_timeout_ms", 600_000, 600_000),
 ]
 
 
@@ -78,6 +89,14 @@ WRONG = [
     *[("transfer_threads", v) for v in (True, None, 1.0, "4", "yes", "", 0, -1, 65, [], "0x1")],
     *[("on_load_failure", v) for v in (None, True, "ignore", "", "Fail")],
     *[("pending_timeout_ms", v) for v in (True, None, 0.5, "2000", "2s", -1, 600_001)],
+    *[("disk_path", v) for v in (1, True, [], "", "relative", "~/kv", "/a\0b")],
+    *[("disk_bytes", v) for v in (True, None, 1e12, "1T", 0, -1, 64 * MIB - 1, "1025TiB")],
+    *[("disk_free_floor_bytes", v) for v in (True, None, 0, "0", "1", 1.5, "a little")],
+    *[("disk_write", v) for v in (True, None, 0, "", "evict", "Commit")],
+    *[("disk_admission", v) for v in (True, None, 2, "", "second", "ALL")],
+    *[("disk_sync", v) for v in (True, False, None, 1, "", "sometimes")],
+    *[("disk_io", v) for v in (True, None, 1, "", "io_uring", "AIO")],
+    *[("disk_timeout_ms", v) for v in (True, None, 0.5, "5s", 9, 0, -1, 600_001)],
 ]
 
 
@@ -106,6 +125,10 @@ def test_refuses_from_extra_config(name, value):
         *[("transfer_threads", t) for t in ("yes", "1.0", "0", "65", "1 thread", "nan", "9" * 99)],
         ("on_load_failure", "retry"),
         *[("pending_timeout_ms", t) for t in ("2s", "-1", "1e3", "600001", "true")],
+        ("disk_path", "here"),
+        *[("disk_bytes", t) for t in ("all", "-1", "1", "1Tb")],
+        ("disk_free_floor_bytes", "none"),
+        *[(f"disk_{name}", "yes") for name in ("write", "admission", "sync", "io", "timeout_ms")],
     ],
 )
 def test_refuses_from_environment(name, text):

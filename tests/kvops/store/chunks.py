@@ -93,9 +93,8 @@ def audit(store):
     assert all(
         frames[f.key] is f for frames in store._by_namespace.values() for f in frames.values()
     )
-    assert {f for f in listed if f.leases} | {
-        f for f in store._orphans if f.leases
-    } == store._leased
+    in_use = {f for f in [*listed, *store._orphans] if f.leases}
+    assert {f for f in in_use if f.leases > store._pins.get(f, 0)} <= store._leased <= in_use
 
     assert index.used == len(ready)
     assert index.promised == sum(f.is_writing and f not in store._orphans for f in held)

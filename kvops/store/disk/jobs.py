@@ -1,0 +1,107 @@
+"""What is asked of the disk tier, and what became of it."""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+from kvferry.kvops.store.file_io import Direction
+from kvferry.kvops.store.frame import Frame
+
+from .files import Place
+
+
+class Status(enum.Enum):
+    """What became of one chunk."""
+
+    WAITING = "waiting"
+    """Not decided yet."""
+    DONE = "done"
+    """Saved, or loaded and readable."""
+    EXISTS = "exists"
+    """It was there already: on the disk for a save, in memory for a load. Nothing was moved."""
+    PENDING = "pending"
+    """Another job is moving it."""
+    MISSING = "missing"
+    """It is not where it should be moved from."""
+    NO_ROOM = "no_room"
+    """No room could be made where it should go."""
+    BUSY = "busy"
+    """The bound on bytes in flight is reached; ask again later."""
+    OFF = "off"
+    """The disk failed or was full, and is left alone for a while."""
+    ERROR = "error"
+    """The drive, or the operating system, said no."""
+    TIMEOUT = "timeout"
+    """It took too long. Its memory is held until the drive has let go of it."""
+    CORRUPT = "corrupt"
+    """The bytes on the disk are not what was saved; the copy is out of use."""
+
+
+MOVED_NOTHING = frozenset(
+    {Status.EXISTS, Status.PENDING, Status.MISSING, Status.NO_ROOM, Status.BUSY, Status.OFF}
+)
+"""Answers that are given at once."""
+
+
+class Handle:
+    """One call's chunks, in request order.
+
+    Attributes:
+        keys: as they were passed.
+        statuses: one for each key, at the same place, whatever was left out.
+
+    Threads: made and read by the store's thread, which also fills in the answers.
+    """
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        self.keys = list(keys)
+        self.statuses = [Status.WAITING] * len(self.keys)
+        self._waiting = len(self.keys)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every chunk has its answer."""
+        return self._waiting == 0
+
+    def answer(self, at: int, status: Status) -> None:
+        """Fill in one answer; the first one stands."""
+        if self.statuses[at] is Status.WAITING:
+            self.statuses[at] = status
+            self._waiting -= 1
+
+    def __repr__(self) -> str:
+        return f"Handle({len(self.keys)} chunks, {self._waiting} waiting)"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Move:
+    """One chunk on its way.
+
+    Attributes:
+        direction: READ from the disk into the frame, WRITE from the frame to the disk.
+        frame: pinned (WRITE) or reserved (READ) by the tier until the driver has returned the move.
+        tag: what the blob is known by on the disk.
+        handle, at: where the answer goes.
+        deadline_s: when (monotonic) the answer is TIMEOUT if there is none.
+        asked_s: when it was asked for.
+        status: what became of it; the driver writes it, before it returns the move.
+        why: for the log and the breaker, if it failed.
+        place: where on the disk; the driver holds it while it needs it.
+        page: number of the driver's header page that it uses; -1: none.
+        tries: how often it was tried again.
+        is_late: the deadline has passed, and the answer been given.
+    """
+
+    direction: Direction
+    frame: Frame
+    tag: tuple[int, int]
+    handle: Handle
+    at: int
+    asked_s: float
+    deadline_s: float
+    status: Status = Status.WAITING
+    why: str = ""
+    place: Place | None = None
+    page: int = -1
+    tries: int = 0
+    is_late: bool = False

@@ -42,7 +42,6 @@ logger = logging.getLogger("vllm.kvferry")
 
 _GAUGES_EVERY_S = 5.0
 """Time between two reports of gauges, seconds: counting frames costs more than a step should pay."""
-
 _WRITER_CHECK_EVERY_S = 0.25
 """Time between two looks at whether a pending chunk still has somebody to write it, seconds: a look reads /proc."""
 

@@ -8,6 +8,7 @@ import ctypes
 import gc
 import json
 import os
+import pathlib
 import random
 import sys
 import traceback
@@ -227,6 +228,65 @@ def restart(path, dtypes=("bfloat16", "bfloat16", "float32", "bfloat16"), chunki
         results.append(result)
         engine.close()
     return results
+
+
+def flip_on_disk(folder, at):
+    """Flip a bit in the middle of the blob at place *at* of those that lie in a closed disk folder."""
+    from kvferry.kvops.store.disk.files import BlobFiles
+    from kvferry.kvops.store.io_threads import ThreadIo
+
+    io = ThreadIo(threads=1)
+    with BlobFiles.open(folder, io, quota_bytes=DISK_BYTES, read_only=True) as files:
+        entries = sorted(files.entries(), key=lambda entry: entry.place.generation)
+        place = entries[at].place
+    io.close(1)
+    with open(folder / f"seg-{place.segment:08x}.blobs", "r+b") as file:
+        file.seek(place.offset + place.header_bytes + place.blob_bytes // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    return len(entries)
+
+
+DISK_BYTES = 256 << 20
+
+
+def disk(
+    folder, model="llama", blocks_per_chunk=1, flip=None, extra=None, restart=True, length=400
+):
+    """Run, restart with a cold arena, and run again: what is loaded then was on the disk."""
+    folder = pathlib.Path(folder)
+    settings = {
+        "disk_path": str(folder), "disk_bytes": DISK_BYTES, "disk_admission": "all", "blocks_per_chunk": blocks_per_chunk,
+        **(extra or {}),
+    }  # fmt: skip
+    engine = Engine(model, extra=settings)
+    tokens = prompt(1, length)
+    (cold,) = engine.run(tokens)
+    (other,) = engine.run(prompt(2, length))
+    written = {}
+    if restart:
+        engine.close()
+        blobs = flip_on_disk(folder, flip) if flip is not None else 0
+        engine = Engine(model, extra=settings)
+    else:
+        # everything out of memory, by the way of eviction
+        engine.connector._manager._disk._tier.flush(10)
+        written = engine.metrics()
+        blobs = len(engine.store.frames)
+        engine.store.delete(list(engine.store.frames))
+        engine.drop_own_cache()
+    before = engine.external_hits()
+    (loaded,) = engine.run(tokens)
+    hits = engine.external_hits() - before
+    engine.drop_own_cache()
+    (again,) = engine.run(tokens)
+    result = {
+        "cold": cold, "other": other, "loaded": loaded, "again": again, "hits": hits, "blobs": blobs,
+        "written": written, "metrics": engine.metrics(), "leaks": engine.leaks(),
+    }  # fmt: skip
+    engine.close()
+    return result
 
 
 def preempted(model="llama"):

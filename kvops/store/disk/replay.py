@@ -238,41 +238,55 @@ def _write_rows(table: Table, segment: int, records: journals.Records) -> None:
     )
 
 
-def _ready(table: Table, found: Found) -> tuple[tbl.Words, tbl.Words]:
-    """Return entries and rows ``[blobs, (tag_lo, tag_hi, generation)]`` of all blobs."""
-    entries, rows = [np.empty(0, np.uint64)], [np.empty((0, 3), np.uint64)]
-    for segment, _ in found.segments:
-        slots = np.flatnonzero(table.states(segment.number) == State.READY)
-        entries.append(slots.astype(np.uint64) | np.uint64(segment.number << tbl.SLOT_BITS))
-        rows.append(table.columns(segment.number)[slots, :3])
-    return np.concatenate(entries), np.concatenate(rows)
-
-
 def _unlist_doubles(table: Table, found: Found) -> None:
     """Of a blob that lies in two slots (the record of its removal was lost), keep the one that was saved last."""
-    entries, rows = _ready(table, found)
-    order = np.lexsort((rows[:, tbl.GENERATION], rows[:, tbl.TAG_HI], rows[:, tbl.TAG_LO]))
-    tags = rows[order, :2]
-    for place in np.flatnonzero((tags[1:] == tags[:-1]).all(axis=1)):
-        entry = int(entries[order[place]])
-        found.doubles[entry] = remove_record(table, entry)
-        words, at = table.row(entry)
-        words[at + tbl.FACTS] = State.FREE
+    lows = [np.empty(0, np.uint64)]
+    for segment, _ in found.segments:
+        ready = table.states(segment.number) == State.READY
+        lows.append(table.columns(segment.number)[ready, tbl.TAG_LO])
+    low = np.concatenate(lows)
+    low.sort()
+    twice = low[1:][low[1:] == low[:-1]]
+    if not len(twice):
+        return
+    best: dict[tuple[int, int], tuple[int, int]] = {}
+    for segment, _ in found.segments:
+        rows = table.columns(segment.number)
+        states = table.states(segment.number)
+        for slot in np.flatnonzero((states == State.READY) & np.isin(rows[:, tbl.TAG_LO], twice)):
+            tag = (int(rows[slot, tbl.TAG_LO]), int(rows[slot, tbl.TAG_HI]))
+            mine = (int(rows[slot, tbl.GENERATION]), tbl.entry_of(segment.number, int(slot)))
+            older = min(mine, best.get(tag, mine))
+            best[tag] = max(mine, best.get(tag, mine))
+            if older != best[tag]:
+                entry = older[1]
+                found.doubles[entry] = remove_record(table, entry)
+                words, at = table.row(entry)
+                words[at + tbl.FACTS] = State.FREE
 
 
 def _set_ticks(table: Table, found: Found) -> None:
     """Take the order of the saves for the order of the last uses, which nobody wrote down."""
-    entries, rows = _ready(table, found)
-    found.ticks = len(entries)
-    ticks = np.empty(len(entries), np.uint64)
-    ticks[np.argsort(rows[:, tbl.GENERATION])] = np.arange(1, len(entries) + 1, dtype=np.uint64)
-    at = 0
+    bits = np.uint64(disk.GENERATION_COUNT_BITS)
+    saves: dict[int, int] = {}
+    for segment, _ in found.segments:
+        generations = table.columns(segment.number)[:, tbl.GENERATION]
+        for epoch in np.unique(generations >> bits).tolist():
+            highest = int(generations[generations >> bits == epoch].max())
+            count = highest - (epoch << disk.GENERATION_COUNT_BITS)
+            saves[epoch] = max(saves.get(epoch, 0), count)
+    before = {}
+    for epoch in sorted(saves):
+        before[epoch] = found.ticks
+        found.ticks += saves[epoch]
     for segment, _ in found.segments:
         columns = table.columns(segment.number)
         ready = table.states(segment.number) == State.READY
-        count = int(ready.sum())
-        columns[ready, tbl.USE] = ticks[at : at + count] << np.uint64(tbl.TICK_SHIFT)
-        at += count
+        generations = columns[ready, tbl.GENERATION]
+        ticks = generations & np.uint64((1 << disk.GENERATION_COUNT_BITS) - 1)
+        for epoch in np.unique(generations >> bits).tolist():
+            ticks[generations >> bits == epoch] += np.uint64(before[epoch])
+        columns[ready, tbl.USE] = ticks << np.uint64(tbl.TICK_SHIFT)
 
 
 # --- from rows to records -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@
     6   use         tick of the last use << 24 | second chance << 16 | holds
 
     index, one word for each place
-    0 empty, 1 deleted, else  1 << 63 | bits 40..62 of tag_lo | entry (40 bits)
+    0 empty, 1 deleted, else  1 << 63 | bits 40 to 62 of tag_lo, there | entry (40 bits)
 
 An entry is segment << 16 | slot. Rows of a segment are one block, so that a segment comes and goes with its rows and
 nothing is ever moved. Listed are the slots that are being saved, or ready.
@@ -33,7 +33,6 @@ TAG_LO, TAG_HI, GENERATION, BLOB_BYTES, NAMESPACE, FACTS, USE = range(ROW_WORDS)
 
 SLOT_BITS = 16
 SLOT_MASK = (1 << SLOT_BITS) - 1
-ENTRY_MASK = (1 << 40) - 1
 HOLDS_MASK = 0xFFFF
 CHANCE = 1 << 16
 TICK_SHIFT = 24
@@ -44,8 +43,12 @@ MAX_LOAD = 2 / 3
 
 _EMPTY = 0
 _DELETED = 1
-_USED = 1 << 63
-_HIGH_TAG = 0x7FFF_FF00_0000_0000
+_MARK = 1 << 23
+"""The highest bit of a place that is taken; above the entry are this and 23 bits of the tag."""
+
+_ENTRY_BITS = 40
+ENTRY_MASK = (1 << _ENTRY_BITS) - 1
+_SEGMENT_MASK = ENTRY_MASK >> SLOT_BITS
 _NO_ROWS = memoryview(b"").cast("Q")
 
 Words = npt.NDArray[np.uint64]
@@ -60,6 +63,10 @@ class State(enum.IntEnum):
     QUARANTINED = 3
     DOOMED = 4
     """Unlisted while somebody read it: free as soon as nobody does."""
+
+
+_READY = int(State.READY)
+"""A plain number is compared in half the time."""
 
 
 def entry_of(segment: int, slot: int) -> int:
@@ -119,17 +126,17 @@ class Table:
         low, high = tag
         index = self._index
         mask = len(index) - 1
-        wanted = _USED | (low & _HIGH_TAG)
+        wanted = low >> _ENTRY_BITS | _MARK
         place = low & mask
         while word := index[place]:
-            if word & ~ENTRY_MASK == wanted:
+            if word >> _ENTRY_BITS == wanted:
                 # its segment may have gone meanwhile, or have become a smaller one
-                rows = self.rows.get((word & ENTRY_MASK) >> SLOT_BITS, _NO_ROWS)
+                rows = self.rows.get(word >> SLOT_BITS & _SEGMENT_MASK, _NO_ROWS)
                 at = (word & SLOT_MASK) * ROW_WORDS
                 if at < len(rows) and rows[at] == low and rows[at + 1] == high:
                     # the facts last: they are cleared first
                     size = rows[at + BLOB_BYTES]
-                    return size if rows[at + FACTS] & 0xFF == State.READY else 0
+                    return size if rows[at + FACTS] & 0xFF == _READY else 0
             place = (place + 1) & mask
         return 0
 
@@ -138,14 +145,14 @@ class Table:
         low, high = tag
         index = self._index
         mask = len(index) - 1
-        wanted = _USED | (low & _HIGH_TAG)
+        wanted = low >> _ENTRY_BITS | _MARK
         place = low & mask
         while word := index[place]:
-            if word & ~ENTRY_MASK == wanted:
-                entry = word & ENTRY_MASK
-                rows, at = self.row(entry)
+            if word >> _ENTRY_BITS == wanted:
+                rows = self.rows[word >> SLOT_BITS & _SEGMENT_MASK]
+                at = (word & SLOT_MASK) * ROW_WORDS
                 if rows[at] == low and rows[at + 1] == high:
-                    return entry
+                    return word & ENTRY_MASK
             place = (place + 1) & mask
         return -1
 
@@ -164,7 +171,7 @@ class Table:
             place = (place + 1) & mask
         if index[place] == _DELETED:
             self._deleted -= 1
-        index[place] = _USED | (low & _HIGH_TAG) | entry
+        index[place] = (low >> _ENTRY_BITS | _MARK) << _ENTRY_BITS | entry
         self.listed += 1
 
     def remove(self, entry: int) -> None:
@@ -173,7 +180,7 @@ class Table:
         low = rows[at]
         index = self._index
         mask = len(index) - 1
-        wanted = _USED | (low & _HIGH_TAG) | entry
+        wanted = (low >> _ENTRY_BITS | _MARK) << _ENTRY_BITS | entry
         place = low & mask
         while index[place] != wanted:
             if index[place] == _EMPTY:
@@ -191,23 +198,23 @@ class Table:
 
     def rebuild(self) -> None:
         """Make the index anew from the rows: every slot that is being saved, or ready, is listed."""
-        lows, entries = [], []
+        found = []
         for segment in self.rows:
-            columns = self.columns(segment)
             states = self.states(segment)
-            slots = np.flatnonzero((states == State.SAVING) | (states == State.READY))
-            lows.append(columns[slots, TAG_LO])
-            entries.append(slots.astype(np.uint64) | np.uint64(segment << SLOT_BITS))
-        low = np.concatenate(lows) if lows else np.empty(0, np.uint64)
+            listed = np.flatnonzero((states == State.SAVING) | (states == State.READY))
+            found.append((segment, listed.astype(np.uint16)))
+        count = sum(len(slots) for _, slots in found)
         places = MIN_PLACES
-        # half of what is allowed, so that it lasts for a while
-        while len(low) > places * MAX_LOAD * 0.75:
+        # at most three quarters of what is allowed, so that it lasts for a while
+        while count > places * MAX_LOAD * 0.75:
             places *= 2
         index = _new_index(places)
-        if len(low):
-            _fill(index, low, np.concatenate(entries))
+        # a segment at a time: what is needed meanwhile is not much
+        for segment, slots in found:
+            entries = slots.astype(np.uint64) | np.uint64(segment << SLOT_BITS)
+            _fill(index, self.columns(segment)[slots, TAG_LO], entries)
         self._index = index
-        self.listed = len(low)
+        self.listed = count
         self._deleted = 0
 
     @property
@@ -224,7 +231,8 @@ def _fill(index: memoryview, low: Words, entries: Words) -> None:
     """Insert all *entries* at once: in each round those that meet a taken place move on by one."""
     table = np.frombuffer(index, dtype=np.uint64)
     mask = np.uint64(len(index) - 1)
-    words = np.uint64(_USED) | (low & np.uint64(_HIGH_TAG)) | entries
+    bits = np.uint64(_ENTRY_BITS)
+    words = (low >> bits | np.uint64(_MARK)) << bits | entries
     places = low & mask
     while len(words):
         free = table[places] == _EMPTY

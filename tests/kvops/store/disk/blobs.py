@@ -74,13 +74,11 @@ def save(files, io, *numbers, num_bytes=SMALL, parts=1):
 
 
 def note(files, *numbers, num_bytes=SMALL, parts=1):
-    """Publish blobs without writing a byte of them: for what looks at the account alone."""
-    places = []
+    """Publish blobs without writing a byte of them, one by one: for what looks at the account alone."""
     for number in numbers:
         place = files.begin_save(tag(number), num_bytes, parts)
         assert isinstance(place, Place), place
-        places.append((place, NAMESPACE))
-    files.end_save(places)
+        files.end_save([(place, NAMESPACE)])
 
 
 def read(files, io, number):

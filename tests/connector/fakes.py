@@ -73,7 +73,7 @@ class Ranks:
 class Engine:
     """A manager on a real store in anonymous memory, with ranks that do what they are told."""
 
-    def __init__(self, shape=None, *, arena=None, arena_bytes=16 * MIB, **settings):
+    def __init__(self, shape=None, *, arena=None, arena_bytes=16 * MIB, make_disk=None, **settings):
         shape = shape or geometry()
         self.geometry = shape
         self.clock = Clock()
@@ -82,9 +82,15 @@ class Engine:
         self.store = Store.open(self.arena, namespace=bytes(16), parts=shape.world_size)
         self.ranks = Ranks(self.arena, shape.world_size)
         self.epochs = 0
+        self.disk = make_disk(self.store, self.clock) if make_disk else None
+        self.was_unmapped = False
         self.manager = KVFerryManager(
-            self.store, shape, self.config, self._next_namespace, clock=self.clock
-        )
+            self.store, shape, self.config, self._next_namespace, self.disk,
+            on_shutdown=self._unmapped, clock=self.clock,
+        )  # fmt: skip
+
+    def _unmapped(self):
+        self.was_unmapped = True
 
     def _next_namespace(self):
         self.epochs += 1

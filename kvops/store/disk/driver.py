@@ -71,6 +71,7 @@ class Driver:
         stages: seconds by stage: queue, io, checksum, publish.
 
     Threads: *ask* and the queues may be used by one thread beside the driver's own.
+    Deadlines are by *clock*, everything else by the engine's.
     Ownership: *files* and *io* stay the caller's. *report* is called every few seconds, by the driver's thread.
     """
 
@@ -81,6 +82,7 @@ class Driver:
         arena: Arena,
         parts: int,
         report: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ended: collections.deque[Move] = collections.deque()
         self.late: collections.deque[Move] = collections.deque()
@@ -103,6 +105,7 @@ class Driver:
         self._free_pages = list(range(io.depth))
         self._is_stopping = False
         self._report = report
+        self._clock = clock
         self._next_report_s = 0.0
         self._refusals = 0
         self._said_engine = False
@@ -334,7 +337,7 @@ class Driver:
             self._arena.buffer[part + 2] = fmt.PartState.FAILED
 
     def _expire(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         for queue in (self._loads, self._saves):
             while queue and queue[0].deadline_s <= now:
                 self._drop(queue.popleft(), Status.TIMEOUT, "it waited for its turn")

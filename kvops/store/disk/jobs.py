@@ -82,8 +82,8 @@ class Move:
         frame: pinned (WRITE) or reserved (READ) by the tier until the driver has returned the move.
         tag: what the blob is known by on the disk.
         handle, at: where the answer goes.
-        deadline_s: when (monotonic) the answer is TIMEOUT if there is none.
-        asked_s: when it was asked for.
+        asked_s: when it was asked for, monotonic.
+        deadline_s: when the answer is TIMEOUT if there is none, by the tier's clock.
         status: what became of it; the driver writes it, before it returns the move.
         why: for the log and the breaker, if it failed.
         place: where on the disk; the driver holds it while it needs it.

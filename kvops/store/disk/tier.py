@@ -75,13 +75,13 @@ class DiskTier:
         self._saving: set[tuple[int, int]] = set()
         self._loading: dict[tuple[bytes, bytes], Move] = {}
         self._fresh: dict[Frame, float] = {}
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
         self._held = files.stats()
         self.counts = dict.fromkeys(
             ("saved", "saved_bytes", "loaded", "loaded_bytes", "not_admitted", "skipped_busy", "skipped_off",
              "skipped_no_room", "save_error", "save_timeout", "load_error", "load_timeout", "load_corrupt"), 0,
         )  # fmt: skip
-        self._driver = Driver(files, io, store.arena, store.parts, self._report)
+        self._driver = Driver(files, io, store.arena, store.parts, self._report, clock)
 
     # --- looking -----------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class DiskTier:
 
     def _save(self, frames: Sequence[Frame | None], handle: Handle) -> None:
         moves: list[Move] = []
-        now = self._clock()
+        now, asked = self._clock(), time.monotonic()
         allowed = not self._is_off(Direction.WRITE)
         for at, frame in enumerate(frames):
             if frame is None:
@@ -193,7 +193,7 @@ class DiskTier:
             self._saving.add(tag)
             self._inflight_bytes += frame.blob_bytes
             moves.append(
-                Move(Direction.WRITE, frame, tag, handle, at, now, now + self._policy.timeout_s)
+                Move(Direction.WRITE, frame, tag, handle, at, asked, now + self._policy.timeout_s)
             )
         if moves:
             self._driver.ask(moves)
@@ -254,7 +254,8 @@ class DiskTier:
             return _RESERVED[answer]
         store.guard(answer)
         self._inflight_bytes += blob_bytes
-        move = Move(Direction.READ, answer, tag, handle, at, now, now + self._policy.timeout_s)
+        until_s = now + self._policy.timeout_s
+        move = Move(Direction.READ, answer, tag, handle, at, time.monotonic(), until_s)
         self._loading[store.namespace, key] = move
         return move
 
@@ -380,10 +381,10 @@ class DiskTier:
     def close(self, timeout_s: float = 10.0) -> bool:
         """Finish what is under way and let go of the folder; False if a drive still holds memory of the arena."""
         if self._is_closed:
-            return True
+            return self._has_ended
         self.flush(timeout_s / 2)
         self._is_closed = True
-        ended = self._driver.close(timeout_s / 2)
+        ended = self._has_ended = self._driver.close(timeout_s / 2)
         self.poll()
         for frame in self._fresh:
             self._store.unpin((frame,))

@@ -1,0 +1,225 @@
+"""The scheduler's half on a store with a disk below it: it never waits, it comes back, and it gives up in time."""
+
+import time
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_offload.base import LookupResult
+
+from kvferry.connector import compat
+from kvferry.connector.disk import Disk
+from kvferry.kvops.metrics import Metrics
+from kvferry.kvops.store.disk.admission import Policy
+from kvferry.kvops.store.disk.files import BlobFiles
+from kvferry.kvops.store.disk.tier import DiskTier
+from kvferry.kvops.store.io_faults import FaultyIo
+from kvferry.kvops.store.io_threads import ThreadIo
+
+from .fakes import MIB, Engine, geometry, key, keys
+
+pytestmark = pytest.mark.vllm
+
+HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+
+
+class DiskEngine(Engine):
+    """An engine with a real folder below it, and faults on request."""
+
+    def __init__(self, folder, shape=None, policy=None, **settings):
+        self.folder = folder
+        self.policy = policy or Policy(admission="all", hold_s=1e9)
+        super().__init__(shape, make_disk=self._make_disk, **settings)
+
+    def _make_disk(self, store, clock):
+        self.io = FaultyIo(ThreadIo(threads=2))
+        files = BlobFiles.open(self.folder, self.io, quota_bytes=64 * MIB, sync="never")
+        self.tier = DiskTier(store, files, self.io, self.policy, clock)
+        return Disk(self.tier, store)
+
+    def settle(self):
+        """Let the disk finish, and the scheduler notice."""
+        assert self.tier.flush(10)
+        self.end_step()
+
+    def find(self, chunks, context):
+        return [self.manager.lookup(chunk, context) for chunk in chunks]
+
+    def find_after_waiting(self, chunks, context):
+        first = self.find(chunks, context)
+        self.settle()
+        return first, self.find(chunks, context)
+
+
+@pytest.fixture
+def make_engine(tmp_path):
+    made = []
+
+    def make(shape=None, **settings):
+        made.append(DiskEngine(tmp_path / "disk", shape, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def cold(make_engine):
+    """An engine with cold memory; chunks 0 to 9 are on its disk."""
+    warm = make_engine()
+    warm.stored(keys(10))
+    warm.settle()
+    warm.close()
+    engine = make_engine()
+    yield engine
+    engine.manager.shutdown()
+    if engine.was_unmapped:
+        assert engine.leaks() == (0, 0, 0, 0)
+
+
+def until(condition):
+    """Wait for another thread."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_whole_prefix_is_asked_for_at_once_and_found_in_a_later_step(cold):
+    context = cold.request()
+    first, then = cold.find_after_waiting(keys(12), context)
+    assert first == [RETRY] * 10 + [MISS] * 2
+    assert then == [HIT] * 10 + [MISS] * 2
+    assert cold.tier.counts["loaded"] == 10
+
+
+def test_while_the_drive_is_stuck_lookups_say_retry_until_the_deadline_and_miss_after_it(cold):
+    context = cold.request()
+    with cold.io.fault("aio_read_timeout") as fault:
+        for _ in range(5):
+            assert cold.find(keys(3), context) == [RETRY] * 3
+            until(lambda: fault.hits == 3)
+            cold.end_step()
+            cold.clock.now += 0.3
+        cold.clock.now += 1.0
+        assert cold.find(keys(3), context) == [MISS] * 3
+        assert cold.find(keys(3), context) == [MISS] * 3
+        assert cold.counted(Metrics.PENDING_TIMEOUTS) == 1
+        # three reads, however often they were asked for
+        assert fault.hits == 3
+    cold.settle()
+    assert cold.find(keys(3), cold.request("next")) == [HIT] * 3
+
+
+def test_who_must_not_wait_does_not_make_the_disk_work(make_engine, cold):
+    cold.close()
+    engine = make_engine(pending_timeout_ms=0)
+    assert engine.find(keys(3), engine.request()) == [MISS] * 3
+    assert engine.io.counts["read"] == 0
+
+
+def test_what_came_up_is_loaded_and_its_source_is_the_disk_once(cold):
+    context = cold.request()
+    _, then = cold.find_after_waiting(keys(2), context)
+    assert then == [HIT, HIT]
+    host, disk = compat.hit_sources()
+    assert cold.manager.get_load_source(key(0), context) is disk
+    spec = cold.manager.prepare_load(keys(2), context)
+    cold.ranks.read(spec)
+    cold.manager.complete_load(keys(2), context)
+    assert cold.manager.get_load_source(key(0), context) is host
+    assert cold.find(keys(2), context) == [HIT, HIT]
+
+
+def test_what_came_up_stays_while_others_fill_the_memory(make_engine):
+    shape = geometry(page_bytes=MIB)
+    engine = make_engine(shape)
+    engine.stored(keys(3))
+    engine.settle()
+    engine.close()
+    engine = make_engine(shape)
+    context = engine.request()
+    _, then = engine.find_after_waiting(keys(3), context)
+    assert then == [HIT] * 3
+    for number in range(40):
+        engine.end_step()
+        engine.stored([key(100 + number)])
+    assert engine.find(keys(3), context) == [HIT] * 3
+    spec = engine.manager.prepare_load(keys(3), context)
+    engine.ranks.read(spec)
+    engine.manager.complete_load(keys(3), context)
+    for number in range(40):
+        engine.end_step()
+        engine.stored([key(200 + number)])
+    assert engine.store.lookup(keys(3)) != [HIT] * 3
+    engine.settle()
+
+
+def test_by_default_a_chunk_goes_down_when_it_is_used_again(make_engine):
+    engine = make_engine(policy=Policy())
+    engine.stored(keys(4))
+    engine.settle()
+    assert engine.tier.counts["saved"] == 0
+    context = engine.request()
+    assert engine.find(keys(2), context) == [HIT, HIT]
+    engine.ranks.read(engine.manager.prepare_load(keys(2), context))
+    engine.manager.complete_load(keys(2), context)
+    engine.settle()
+    assert engine.tier.counts["saved"] == 2
+    assert [engine.tier.contains(k) for k in keys(4)] == [True, True, False, False]
+
+
+def test_after_a_reset_nothing_of_before_is_found(cold):
+    context = cold.request()
+    with cold.io.fault("aio_read_timeout"):
+        assert cold.find(keys(3), context) == [RETRY] * 3
+        cold.manager.reset_cache()
+        assert cold.manager.has_pending_work()
+        assert cold.find(keys(3), context) == [MISS] * 3
+    cold.settle()
+    cold.end_step()
+    assert not cold.manager.has_pending_work()
+    assert cold.find(keys(10), context) == [MISS] * 10
+
+
+def test_a_failing_drive_is_left_alone_and_the_engine_computes(cold, caplog):
+    context = cold.request()
+    with cold.io.fault("aio_read_error"):
+        for _ in range(8):
+            answers = cold.find(keys(1), context)
+            cold.settle()
+    assert answers == [MISS]
+    assert cold.tier.counts["load_error"] == 3
+    assert cold.tier.stats()["loads_off"] == 1
+    assert sum("failed 3 times in a row" in r.message for r in caplog.records) == 1
+    # and it is asked again after its pause
+    cold.clock.now += 1.1
+    late = cold.request("late")
+    first, then = cold.find_after_waiting(keys(1), late)
+    assert (first, then) == ([RETRY], [HIT])
+    assert cold.tier.stats()["loads_off"] == 0
+
+
+def test_a_corrupt_chunk_ends_the_prefix_and_is_not_asked_for_again(cold):
+    context = cold.request()
+    with cold.io.fault("bit_flip_read", count=1, match=lambda call: call.kind == "read"):
+        assert cold.find(keys(3), context) == [RETRY] * 3
+        cold.settle()
+    answers = cold.find(keys(3), context)
+    assert sorted(answers, key=str) == sorted([HIT, HIT, MISS], key=str)
+    assert cold.counted(Metrics.DISK_FAILURES, "load", "corrupt") == 0
+    cold.manager.get_stats()
+    assert cold.tier.counts["load_corrupt"] == 1
+
+
+def test_the_arena_stays_mapped_under_a_drive_that_does_not_answer(cold, monkeypatch):
+    monkeypatch.setattr(cold.tier, "close", lambda: DiskTier.close(cold.tier, timeout_s=0.2))
+    context = cold.request()
+    with cold.io.fault("aio_read_timeout") as fault:
+        cold.find(keys(1), context)
+        until(lambda: fault.hits)
+        cold.manager.shutdown()
+        assert not cold.was_unmapped
+    cold.io.inner.close(10)

@@ -127,7 +127,7 @@ def _read_segment(io: FileIo, number: int, path: Path, table: Table, found: Foun
         if not folders.is_regular(path):
             found.unusable.append((path, disk.UNREADABLE))
             return
-        fd = io.open(path, write=False)
+        fd = io.open(path, write=False, direct=False)
     except FileNotFoundError:
         # its owner, which lives, has given it up meanwhile
         return
@@ -152,90 +152,89 @@ def _read_segment(io: FileIo, number: int, path: Path, table: Table, found: Foun
 def _apply_journal(
     io: FileIo, table: Table, found: Found, on_progress: Callable[[int, int], None] | None
 ) -> None:
-    blocks = {segment.number: segment.block for segment, _ in found.segments}
+    shapes = _Shapes([segment.block for segment, _ in found.segments])
     for records, end in journals.read_records(io, found.fd, found.num_bytes, on_progress):
         found.end = end
         found.records += len(records)
         newest = int(records["generation"].max()) >> disk.GENERATION_COUNT_BITS
         found.epoch = max(found.epoch, newest)
-        found.discarded += _apply(table, blocks, records)
+        found.discarded += _apply(table, shapes, records)
     whole = -(-(found.num_bytes - rec.JOURNAL_HEADER_BYTES) // rec.RECORD_BYTES)
     found.discarded += max(0, whole - found.records)
 
 
-def _apply(table: Table, blocks: dict[int, disk.Superblock], records: journals.Records) -> int:
+class _Shapes:
+    """What a record must fit into, by the number of its segment; the last line is that of a missing one."""
+
+    def __init__(self, blocks: list[disk.Superblock]) -> None:
+        self.count = max((block.segment + 1 for block in blocks), default=0)
+        fields = ("slots", "header_bytes", "born", "slot_bytes")
+        self.slots, self.header_bytes, self.born, self.slot_bytes = (
+            np.zeros(self.count + 1, np.uint64) for _ in fields
+        )
+        for block in blocks:
+            for field in fields:
+                getattr(self, field)[block.segment] = getattr(block, field)
+
+    def fits(self, records: journals.Records) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+        """Return which records can be meant for the slots that are there."""
+        segment = np.minimum(records["segment"], np.uint32(self.count))
+        parts = records["parts"].astype(np.int64)
+        header = disk.PREAMBLE_BYTES + fmt.HEADER_FIXED_BYTES + parts * fmt.PART_BYTES
+        area = (-(-header // disk.PAGE) * disk.PAGE).astype(np.uint64)
+        room = self.slot_bytes[segment] - self.header_bytes[segment]
+        # at most a page less than there is room for, without rounding numbers up that may be near 2^64
+        blob_bytes = records["blob_bytes"]
+        same_size = (blob_bytes <= room) & (blob_bytes + np.uint64(disk.PAGE) > room)
+        return np.asarray(
+            (records["slot"] < self.slots[segment])
+            & (records["generation"] >= self.born[segment])
+            & (area == self.header_bytes[segment])
+            & same_size
+        )
+
+
+_STATES = np.zeros(256, np.uint64)
+_STATES[rec.Kind.PUT] = State.READY
+_STATES[rec.Kind.QUARANTINE] = State.QUARANTINED
+
+
+def _apply(table: Table, shapes: _Shapes, records: journals.Records) -> int:
     """Write a chunk of records into the rows; return how many can't be used."""
     kinds = records["kind"]
     known = (kinds >= rec.Kind.PUT) & (kinds <= rec.Kind.QUARANTINE)
-    discarded = int((kinds > rec.Kind.EPOCH).sum() + (kinds == 0).sum())
-    records = records[known]
-    if not len(records):
-        return discarded
+    usable = records[known]
+    usable = usable[shapes.fits(usable)]
+    discarded = len(records) - len(usable) - int((kinds == rec.Kind.EPOCH).sum())
     # the sort keeps the order of equal ones, so the last of each slot is the one that holds
-    order = np.lexsort((records["generation"], records["slot"], records["segment"]))
-    segments, slots = records["segment"][order], records["slot"][order]
-    is_last = np.append((segments[1:] != segments[:-1]) | (slots[1:] != slots[:-1]), True)
-    begins = np.flatnonzero(np.append(True, segments[1:] != segments[:-1]))
-    for begin, end in zip(begins, [*begins[1:], len(order)], strict=True):
-        of_segment = records[order[begin:end]]
-        block = blocks.get(int(of_segment["segment"][0]))
-        if block is None:
-            discarded += len(of_segment)
-            continue
-        fits = _fits(block, of_segment)
-        discarded += int((~fits).sum())
-        if fits.all():
-            _write_rows(table, block.segment, of_segment[is_last[begin:end]])
-        elif fits.any():
-            _write_rows(table, block.segment, _last_of_slot(of_segment[fits]))
+    usable = usable[np.lexsort((usable["generation"], usable["slot"], usable["segment"]))]
+    segments, slots = usable["segment"], usable["slot"]
+    last = np.append((segments[1:] != segments[:-1]) | (slots[1:] != slots[:-1]), True)
+    usable = usable[last[: len(usable)]]
+    rows = _rows_of(usable)
+    segments, slots = usable["segment"], usable["slot"].astype(np.int64)
+    begins = np.flatnonzero(np.append(True, segments[1:] != segments[:-1])[: len(segments)])
+    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(rows)], strict=False):
+        there, new = table.columns(int(segments[begin])), rows[begin:end]
+        places = slots[begin:end]
+        newer = new[:, tbl.GENERATION] >= there[places, tbl.GENERATION]
+        there[places[newer]] = new[newer]
     return discarded
 
 
-def _last_of_slot(records: journals.Records) -> journals.Records:
-    slots = records["slot"]
-    last: journals.Records = records[np.append(slots[1:] != slots[:-1], True)]
-    return last
-
-
-def _fits(
-    block: disk.Superblock, records: journals.Records
-) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-    """Return which records can be meant for a segment."""
-    parts = records["parts"].astype(np.int64)
-    header = disk.PREAMBLE_BYTES + fmt.HEADER_FIXED_BYTES + parts * fmt.PART_BYTES
-    area = -(-header // disk.PAGE) * disk.PAGE
-    room = np.uint64(block.slot_bytes - block.header_bytes)
-    # at most a page less than there is room for, without rounding numbers up that may be near 2^64
-    blob_bytes = records["blob_bytes"]
-    same_size = (blob_bytes <= room) & (blob_bytes + np.uint64(disk.PAGE) > room)
-    return np.asarray(
-        (records["slot"] < block.slots)
-        & (records["generation"] >= np.uint64(block.born))
-        & (area == block.header_bytes)
-        & same_size
-    )
-
-
-def _write_rows(table: Table, segment: int, records: journals.Records) -> None:
-    rows = table.columns(segment)
-    slots = records["slot"].astype(np.int64)
-    newer = records["generation"] >= rows[slots, tbl.GENERATION]
-    slots, records = slots[newer], records[newer]
-    states = np.zeros(256, np.uint64)
-    states[rec.Kind.PUT] = State.READY
-    states[rec.Kind.QUARANTINE] = State.QUARANTINED
-    rows[slots, tbl.TAG_LO] = records["tag_lo"]
-    rows[slots, tbl.TAG_HI] = records["tag_hi"]
-    rows[slots, tbl.GENERATION] = records["generation"]
-    rows[slots, tbl.BLOB_BYTES] = records["blob_bytes"]
-    rows[slots, tbl.NAMESPACE] = records["namespace"]
-    wide = {name: records[name].astype(np.uint64) for name in ("time", "parts", "reason")}
-    rows[slots, tbl.FACTS] = (
-        wide["time"] << np.uint64(32)
-        | wide["parts"] << np.uint64(16)
-        | wide["reason"] << np.uint64(8)
-        | states[records["kind"]]
-    )
+def _rows_of(records: journals.Records) -> tbl.Words:
+    """Return the rows that say what *records* say."""
+    rows = np.zeros((len(records), tbl.ROW_WORDS), np.uint64)
+    rows[:, tbl.TAG_LO] = records["tag_lo"]
+    rows[:, tbl.TAG_HI] = records["tag_hi"]
+    rows[:, tbl.GENERATION] = records["generation"]
+    rows[:, tbl.BLOB_BYTES] = records["blob_bytes"]
+    rows[:, tbl.NAMESPACE] = records["namespace"]
+    facts = _STATES[records["kind"]]
+    for name, shift in (("time", 32), ("parts", 16), ("reason", 8)):
+        facts |= records[name].astype(np.uint64) << np.uint64(shift)
+    rows[:, tbl.FACTS] = facts
+    return rows
 
 
 def _unlist_doubles(table: Table, found: Found) -> None:

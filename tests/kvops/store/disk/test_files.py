@@ -146,7 +146,7 @@ def test_ten_times_the_quota_fits_in_at_every_step(open_files, folder):
 
 def test_the_journal_stays_small_whatever_is_overwritten(open_files, folder, io):
     files = open_files()
-    for number in range(0, 20_000, 50):
+    for number in range(0, 8_000, 50):
         note(files, *range(number, number + 50), num_bytes=LARGE)
     assert files.stats()["rewrites"] > 3
     assert files.stats()["journal_bytes"] <= seg.JOURNAL_FIXED_BYTES + 128 * files.stats()["slots"]

@@ -2,6 +2,7 @@
 
     python scripts/stress_engine.py --requests 500
     python scripts/stress_engine.py --requests 120 --gpu-blocks 40      # under preemption
+    python scripts/stress_engine.py --requests 200 --disk               # what leaves the arena goes to a disk
 
 Three child processes run the same requests: twice without the connector, once with it. Requests on which the first two
 differ are left out (batching changes rounding; at most 1 %). Fails on a different token, an engine error, a lease or a
@@ -67,6 +68,7 @@ def run_engine(args: argparse.Namespace) -> None:
             kv_connector_extra_config={
                 "arena_bytes": args.arena_bytes, "blocks_per_chunk": args.blocks_per_chunk,
                 "offload_prompt_only": False,
+                **({"disk_path": args.disk_path, "disk_bytes": "256MiB", "disk_admission": "all"} if args.disk_path else {}),
             },
         )  # fmt: skip
     llm = LLM(
@@ -118,7 +120,18 @@ def drain(engine: Any) -> dict[str, int]:
     while connector.has_pending_push_work() and time.monotonic() < deadline:
         engine.step()
         core.step_fn()
-    stats: dict[str, int] = connector._manager._store.stats()
+    manager = connector._manager
+    # what was brought up for a request that was aborted is held for a moment longer
+    while (
+        manager._disk is not None
+        and manager._store.stats()["leases"]
+        and time.monotonic() < deadline
+    ):
+        manager.on_schedule_end(None)
+        time.sleep(0.05)
+    stats: dict[str, int] = manager._store.stats()
+    if manager._disk is not None:
+        stats.update({f"disk_{name}": value for name, value in manager._disk._tier.counts.items()})
     return stats
 
 
@@ -130,6 +143,8 @@ def child(name: str, args: argparse.Namespace, folder: Path, arena_bytes: int) -
         "--seed", str(args.seed), "--gpu-blocks", str(args.gpu_blocks), "--arena-bytes", str(arena_bytes),
         "--blocks-per-chunk", str(args.blocks_per_chunk),
     ]  # fmt: skip
+    if args.disk and arena_bytes:
+        command += ["--disk-path", str(folder / "disk")]
     print(f"{name} ...", file=sys.stderr, flush=True)
     begin = time.monotonic()
     done = subprocess.run(command, check=False, timeout=args.timeout_s)
@@ -158,12 +173,15 @@ def compare(args: argparse.Namespace) -> int:
         "leaks": leaks, "preemptions": metrics.get("vllm:num_preemptions", 0),
         "external_hits_tokens": metrics.get("vllm:external_prefix_cache_hits", 0),
         "committed": store["committed"], "evicted": store["evicted"], "bad": store["bad"],
+        **{name: value for name, value in store.items() if name.startswith("disk_")},
         "arena_bytes": args.arena_bytes, "seconds": round(ours["seconds"], 1),
     }  # fmt: skip
     ok = (
         not wrong and not leaks and store["bad"] == 0
         and left_out <= MAX_DIFFERING * args.requests and report["external_hits_tokens"] > 0
     )  # fmt: skip
+    if args.disk:
+        ok = ok and store["disk_loaded"] > 0 and not store["disk_load_corrupt"]
     report["ok"] = ok
     print(json.dumps(report))
     return 0 if ok else 1
@@ -185,6 +203,10 @@ def main() -> int:
     parser.add_argument("--blocks-per-chunk", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=900)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--disk", action="store_true", help="with a disk of 256 MiB below the arena"
+    )
+    parser.add_argument("--disk-path", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:

@@ -353,7 +353,11 @@ class DiskTier:
                 return False
             if self._inflight_bytes:
                 self._driver.changed.wait(0.01)
-        self._files.sync_now()
+        try:
+            self._files.sync_now()
+        except OSError as error:
+            logger.warning("%s: %s", self._files.folder, error)
+            return False
         return True
 
     def stats(self) -> dict[str, int]:
@@ -390,6 +394,7 @@ class DiskTier:
             self._store.unpin((frame,))
         self._fresh.clear()
         self._report()
-        self._io.close(0.0 if not ended else timeout_s)
-        self._files.close()
+        if ended:
+            self._io.close(timeout_s)
+            self._files.close()
         return ended

@@ -139,7 +139,7 @@ class BlobFiles:
 
     def contains(self, tag: tuple[int, int]) -> bool:
         """Return whether the blob of *tag* can be loaded. Takes no lock, may be a moment early or late."""
-        return self._table.blob_bytes(tag) > 0
+        return self._table.contains(tag)
 
     def blob_bytes(self, tag: tuple[int, int]) -> int:
         """Return the bytes of the blob of *tag*, 0 if it can't be loaded. Takes no lock, as :meth:`contains`."""

@@ -9,6 +9,9 @@ Public names:
     ``Store``: the chunks of one arena, for the process that owns it.
     ``Frames``: the frames of one arena, for a process that fills and reads them.
     ``Lookup``, ``Reserve``: answers of the store.
+    ``DiskTier``: a folder on a disk below a store.
+    ``open_tier``: makes a disk tier as a ``Config`` says.
+    ``FaultyIo``: an I/O engine with faults, for tests.
     ``BlockLayout``: where the bytes of an engine's KV blocks are.
     ``TransferQueue``: moves blocks to frames and back on worker threads.
     ``Config``: every setting.
@@ -23,7 +26,10 @@ if TYPE_CHECKING:
     from kvferry.kvops.config import Config
     from kvferry.kvops.errors import ArenaError, ConfigError, KVFerryError
     from kvferry.kvops.store.arena import Arena
+    from kvferry.kvops.store.disk.opening import open_tier
+    from kvferry.kvops.store.disk.tier import DiskTier
     from kvferry.kvops.store.frames import Frames
+    from kvferry.kvops.store.io_faults import FaultyIo
     from kvferry.kvops.store.store import Lookup, Reserve, Store
     from kvferry.kvops.transfer.queue import TransferQueue
 
@@ -33,6 +39,8 @@ __all__ = [
     "BlockLayout",
     "Config",
     "ConfigError",
+    "DiskTier",
+    "FaultyIo",
     "Frames",
     "KVFerryError",
     "Lookup",
@@ -40,6 +48,7 @@ __all__ = [
     "Store",
     "TransferQueue",
     "__version__",
+    "open_tier",
 ]
 
 __version__ = "0.1.0"
@@ -50,12 +59,15 @@ _HOMES = {
     "BlockLayout": "kvferry.kernels.layout",
     "Config": "kvferry.kvops.config",
     "ConfigError": "kvferry.kvops.errors",
+    "DiskTier": "kvferry.kvops.store.disk.tier",
+    "FaultyIo": "kvferry.kvops.store.io_faults",
     "Frames": "kvferry.kvops.store.frames",
     "KVFerryError": "kvferry.kvops.errors",
     "Lookup": "kvferry.kvops.store.store",
     "Reserve": "kvferry.kvops.store.store",
     "Store": "kvferry.kvops.store.store",
     "TransferQueue": "kvferry.kvops.transfer.queue",
+    "open_tier": "kvferry.kvops.store.disk.opening",
 }
 
 

@@ -1,0 +1,465 @@
+"""Every fault of the table x {save, load, open, evict}: who is told what, and that nothing else comes of it.
+
+In each cell: only the chunks that the fault met fail, with the status of the table below; what was saved before stays;
+no byte is ever wrong; nothing is left held or open; and when the fault is over, the tier works.
+
+Time stands still in here until a test moves it: a deadline passes when the test says so, however slow the machine is.
+"""
+
+import dataclasses
+import os
+import threading
+import time
+
+import pytest
+
+from kvferry.kvops.errors import DiskError
+from kvferry.kvops.store.disk.admission import Policy
+from kvferry.kvops.store.disk.files import BlobFiles
+from kvferry.kvops.store.disk.jobs import MOVED_NOTHING, Status
+from kvferry.kvops.store.disk.tier import DiskTier
+from kvferry.kvops.store.io_aio import AioIo
+from kvferry.kvops.store.io_fault_table import TABLE, Effect
+from kvferry.kvops.store.io_faults import FaultyIo
+from kvferry.kvops.store.io_threads import ThreadIo
+from kvferry.kvops.store.store import Lookup
+
+from ..chunks import ARENA_BYTES, MIB, audit, blob, drain, keys, put, read  # noqa: TID252
+
+SIZE, COLD_SIZE, HOT_SIZE = 20_000, 9_000, 30_000
+COUNT = 4
+OLD, NEW, COLD, HOT, AFTER, LAST = (keys(COUNT, first=first) for first in range(0, 60, 10))
+SIZES = {**dict.fromkeys(COLD, COLD_SIZE), **dict.fromkeys(HOT, HOT_SIZE)}
+ROOMY = 64 * MIB
+TIGHT = 36 * MIB
+"""Room for two segments and not for a quarter of a third one: the next slot size takes the coldest one over."""
+
+TIMEOUT_S = 5.0
+DEADLINE_S = 30.0
+
+DONE, ERROR, TIMEOUT, CORRUPT = Status.DONE, Status.ERROR, Status.TIMEOUT, Status.CORRUPT
+FLIPPED = "DONE or CORRUPT"
+"""A bit that nothing depends on, behind the blob or in the header page, may be the one."""
+
+OPENS = "opens"
+
+REQUESTS = ("read", "write")
+WHOLE = ("submit", "reap", "batch_read", "batch_write")
+"""Kinds that meet several chunks at once."""
+
+ENGINE = {*REQUESTS, *WHOLE}
+
+
+def every_other(status):
+    return [DONE, status, DONE, status]
+
+
+def first(status):
+    """Of chunks that are asked for one after the other."""
+    return [status, DONE, DONE, DONE]
+
+
+def every(status):
+    return [status] * COUNT
+
+
+@dataclasses.dataclass
+class Row:
+    """What each operation says; None: it never meets that fault, and works."""
+
+    save: list | None = None
+    load: list | None = None
+    evict: list | None = None
+    open: object = None
+
+
+def moves(pattern):
+    return Row(save=pattern, load=pattern, evict=pattern)
+
+
+def saves(pattern):
+    return Row(save=pattern, evict=pattern)
+
+
+def loads(pattern):
+    return Row(load=pattern)
+
+
+ROWS = {
+    # a segment is opened for its first load, and made for a save that needs room
+    ("aio_setup_error", "open"): Row(load=first(ERROR), evict=first(ERROR), open=OSError),
+    # asked three times, as the kernel wants it
+    ("aio_setup_error", "submit"): moves(every(ERROR)),
+    ("aio_submit_error", "submit"): moves(every(ERROR)),
+    ("aio_submit_timeout", "submit"): moves(every(TIMEOUT)),
+    ("aio_submit_partial", "submit"): moves(every(DONE)),
+    # what the drive did is not known as long as nobody can ask
+    ("aio_getevents_error", "reap"): moves(every(TIMEOUT)),
+    ("aio_getevents_timeout", "reap"): moves(every(TIMEOUT)),
+    ("aio_getevents_no_events", "reap"): moves(every(TIMEOUT)),
+    ("aio_read_error", "read"): loads(every_other(ERROR)),
+    ("aio_write_error", "write"): saves(every_other(ERROR)),
+    ("aio_read_timeout", "read"): loads(every_other(TIMEOUT)),
+    ("aio_write_timeout", "write"): saves(every_other(TIMEOUT)),
+    ("read_error", "read"): loads(every_other(ERROR)),
+    ("read_error", "read_now"): Row(open=OSError),
+    ("write_error", "write"): saves(every_other(ERROR)),
+    # the journal; when room is made, the superblock of the new segment
+    ("write_error", "write_now"): Row(save=first(ERROR), evict=first(ERROR), open=OSError),
+    ("read_timeout", "read"): loads(every_other(TIMEOUT)),
+    ("read_timeout", "read_now"): Row(open=OSError),
+    ("write_timeout", "write"): saves(every_other(TIMEOUT)),
+    ("write_timeout", "write_now"): Row(save=first(ERROR), evict=first(ERROR), open=OSError),
+    ("batch_read_error", "batch_read"): loads(every(ERROR)),
+    ("batch_write_error", "batch_write"): saves(every(ERROR)),
+    ("batch_read_timeout", "batch_read"): loads(every(TIMEOUT)),
+    ("batch_write_timeout", "batch_write"): saves(every(TIMEOUT)),
+    # a drive returns fewer bytes where the file ends
+    ("short_read", "read"): loads(every_other(CORRUPT)),
+    ("short_write", "write"): saves(every_other(ERROR)),
+    ("bit_flip_read", "read"): loads(every_other(FLIPPED)),
+    # a journal, or a segment, that looks damaged, or like one of a later version
+    ("bit_flip_read", "read_now"): Row(open=(OPENS, DiskError)),
+    # nobody notices before they are loaded
+    ("bit_flip_write", "write"): saves(every(DONE)),
+    ("bit_flip_write", "write_now"): Row(save=every(DONE), evict=every(DONE), open=OPENS),
+    ("no_space", "write"): saves(every_other(ERROR)),
+    ("no_space", "write_now"): Row(save=first(ERROR), evict=first(ERROR), open=OSError),
+    ("no_space", "allocate"): Row(evict=first(ERROR)),
+    ("io_error", "read"): loads(every_other(ERROR)),
+    ("io_error", "read_now"): Row(open=OSError),
+    ("io_error", "write"): saves(every_other(ERROR)),
+    ("io_error", "write_now"): Row(save=first(ERROR), evict=first(ERROR), open=OSError),
+    ("io_error", "open"): Row(load=first(ERROR), evict=first(ERROR), open=OSError),
+    ("io_error", "allocate"): Row(evict=first(ERROR)),
+    # a torn tail is cut off
+    ("io_error", "truncate"): Row(open=OSError),
+    ("io_error", "sync"): Row(save=first(ERROR), evict=first(ERROR), open=OSError),
+    ("io_error", "sync_folder"): Row(evict=first(ERROR)),
+    # into quarantine
+    ("io_error", "rename"): Row(evict=first(ERROR), open=OSError),
+    ("io_error", "unlink"): Row(evict=first(ERROR), open=OSError),
+    # tried again, up to three times
+    ("interrupted", "read"): loads(every(DONE)),
+    ("interrupted", "write"): saves(every(DONE)),
+    ("slow", "read"): loads(every(DONE)),
+    ("slow", "write"): saves(every(DONE)),
+}  # fmt: skip
+
+CELLS = [(name, kind) for name, switch in TABLE.items() for kind in switch.kinds]
+
+
+def matrix(operation):
+    """All cells of an operation on worker threads and tmpfs; those that the engine meets on AIO and a disk as well."""
+    cells = [
+        pytest.param(engine, *cell, id=" ".join((engine, *cell)))
+        for cell in CELLS
+        for engine in ("threads", "aio")
+        if engine == "threads" or (cell[1] in ENGINE and getattr(ROWS[cell], operation))
+    ]
+    return pytest.mark.parametrize(("world", "name", "kind"), cells, indirect=["world"])
+
+
+def test_no_fault_is_forgotten():
+    assert set(ROWS) == set(CELLS)
+
+
+class Clock:
+    """Monotonic seconds, as the test wants them."""
+
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class World:
+    """A store, a tier below it, an engine with faults between the tier and the disk, and a clock for all three."""
+
+    def __init__(self, folder, open_store, engine):
+        self.folder = folder
+        self.clock = Clock()
+        self._open_store = open_store
+        self._engine = engine
+        self.tier = None
+
+    def open_io(self):
+        return FaultyIo(self._engine(), seed=3, clock=self.clock)
+
+    def open(self, quota_bytes, io=None):
+        """Open everything with a cold arena."""
+        self.store, _ = self._open_store()
+        self.io = io or self.open_io()
+        self.files = BlobFiles.open(self.folder, self.io, quota_bytes=quota_bytes, sync="always")
+        policy = Policy(timeout_s=TIMEOUT_S, hold_s=0.0)
+        self.tier = DiskTier(self.store, self.files, self.io, policy, self.clock)
+        return self.tier
+
+    def close(self):
+        if self.tier is not None:
+            tier, self.tier = self.tier, None
+            assert tier.close(DEADLINE_S)
+            drain(self.store)
+            self.store.close()
+            self.store.arena.close()
+
+    def reopen(self, quota_bytes):
+        self.close()
+        return self.open(quota_bytes)
+
+    def wait_for(self, condition):
+        """Poll until *condition* holds."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.tier.stats()
+            self.tier.give_way(0.01)
+            self.tier.poll()
+
+    def let_time_pass(self, seconds):
+        self.clock.now += seconds
+        self.io.wake()
+
+    def put(self, wanted):
+        for key in wanted:
+            put(self.store, [key], size_of(key))
+
+    def save(self, wanted):
+        """Save without a fault, from memory."""
+        self.put(wanted)
+        assert self.tier.save(wanted, wait=True).statuses == [DONE] * len(wanted)
+
+    def fill(self, first):
+        """Have every frame that nobody holds reused; return whose they are."""
+        wanted = keys(ARENA_BYTES // SIZE, first=first)
+        put(self.store, wanted, SIZE)
+        return wanted
+
+    def check_bytes(self, wanted):
+        """Whatever the store has of them is right; return what it has."""
+        there = [key for key in wanted if self.store.lookup([key]) == [Lookup.HIT]]
+        for key in there:
+            assert read(self.store, [key], size_of(key)) == [blob(key, size_of(key))]
+        return there
+
+    def check_nothing_is_held(self):
+        self.tier.poll()
+        assert self.tier.stats()["inflight_bytes"] == 0
+        assert self.files.stats()["held_slots"] == 0
+        stats = self.store.stats()
+        assert (stats["writing_frames"], stats["leases"], stats["orphaned_frames"]) == (0, 0, 0)
+        assert not self.store._pins
+        assert not [path for path in self.folder.rglob("*") if path.suffix == ".tmp"]
+        audit(self.store)
+
+    def check_works(self, wanted=AFTER):
+        """Some minutes later, whatever pause the faults were worth is over."""
+        self.let_time_pass(600.0)
+        self.save(wanted)
+        self.store.delete(wanted)
+        assert self.tier.load(wanted, wait=True).statuses == [DONE] * COUNT
+        assert self.check_bytes(wanted) == wanted
+        self.check_nothing_is_held()
+
+    def check_disk(self, wanted, may_miss=()):
+        """Load from the disk, with a cold arena: all is there but what may be missing, and right."""
+        for key in wanted:
+            (status,) = self.tier.load([key], wait=True).statuses
+            allowed = {DONE, Status.MISSING, CORRUPT} if key in may_miss else {DONE}
+            assert status in allowed, key.hex()
+            assert self.check_bytes([key]) == [key] * (status is DONE)
+
+
+def size_of(key):
+    return SIZES.get(key, SIZE)
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def world(request, tmp_path, shm, open_store):
+    """A world on either engine; at the end no thread and no file of it is left."""
+    engine, folder = (AioIo, tmp_path) if request.param == "aio" else (ThreadIo, shm)
+    try:
+        engine().close(1.0)
+    except OSError as error:
+        pytest.skip(f"no {request.param} here: {error}")
+    before = open_files(), threading.active_count()
+    world = World(folder / "disk", open_store, engine)
+    yield world
+    world.close()
+    assert (open_files(), threading.active_count()) == before
+
+
+def run(world, ask, fault_of, kind, pattern):
+    """Ask for the new chunks with a fault on; return what is known of each, after everything has come back.
+
+    While a drive is stuck, every frame that is free is used for something else: nothing may be written there late.
+    """
+    stuck = False
+    others = []
+    with fault_of as fault:
+        if kind in ENGINE:
+            handle = ask(NEW)
+            if TIMEOUT in (pattern or ()):
+                stuck = True
+                late = [at for at, status in enumerate(pattern) if status is TIMEOUT]
+                world.wait_for(
+                    lambda: fault.hits and sum(s is Status.WAITING for s in handle.statuses) == len(late)
+                )  # fmt: skip
+                others = world.fill(1000)
+                assert not handle.is_done
+                world.let_time_pass(TIMEOUT_S)
+            elif pattern and fault.switch.effect is Effect.DELAY:
+                world.wait_for(lambda: fault.hits)
+                world.let_time_pass(1.0)
+            world.wait_for(lambda: handle.is_done)
+            statuses = list(handle.statuses)
+        else:
+            statuses = []
+            for key in NEW:
+                handle = ask([key])
+                world.wait_for(lambda handle=handle: handle.is_done)
+                statuses += handle.statuses
+        if stuck:
+            # answered, and still nobody else's
+            assert world.tier.stats()["inflight_bytes"] > 0
+            others += world.fill(3000)
+            world.check_bytes(others)
+    world.wait_for(lambda: not world.tier.stats()["inflight_bytes"])
+    assert handle.statuses == statuses[-len(handle.statuses) :], "an answer changed"
+    hits = fault.hits
+    assert bool(hits) == (pattern is not None), f"met {hits} times"
+    for status, expected in zip(statuses, pattern or every(DONE), strict=True):
+        assert status is expected or (expected is FLIPPED and status in (DONE, CORRUPT)), statuses
+    if stuck:
+        assert len(world.check_bytes(others)) > 500
+    world.check_bytes(NEW)
+    world.check_nothing_is_held()
+    return statuses
+
+
+def fault_of(world, name, kind):
+    """Switch a fault on for one kind of call: requests every other time, calls on files once."""
+    options = {"match": lambda call: call.kind == kind}
+    if kind in REQUESTS and TABLE[name].effect is not Effect.DELAY:
+        options["every"] = 2
+    elif kind not in ENGINE and TABLE[name].effect is not Effect.FLIP:
+        options["count"] = 1
+    return world.io.fault(name, **options)
+
+
+def silent(name):
+    """Whether a fault leaves wrong bytes on the disk, and nobody knows."""
+    switch = TABLE[name]
+    return switch.effect is Effect.FLIP and "write" in switch.kinds
+
+
+@matrix("save")
+def test_save(world, name, kind):
+    tier = world.open(ROOMY)
+    world.save(OLD)
+    world.put(NEW)
+    statuses = run(world, tier.save, fault_of(world, name, kind), kind, ROWS[name, kind].save)
+    if not ROWS[name, kind].save:
+        return
+    world.check_works()
+    world.reopen(ROOMY)
+    # what failed may be there all the same: late, or done and not reported
+    failed = {key for key, status in zip(NEW, statuses, strict=True) if status is not DONE}
+    world.check_disk(OLD, may_miss=OLD if (name, kind) == ("bit_flip_write", "write_now") else ())
+    world.check_disk(NEW, may_miss=NEW if silent(name) else failed)
+    world.check_disk(AFTER)
+
+
+@matrix("load")
+def test_load(world, name, kind):
+    world.open(ROOMY)
+    world.save(OLD)
+    world.save(NEW)
+    tier = world.reopen(ROOMY)
+    statuses = run(world, tier.load, fault_of(world, name, kind), kind, ROWS[name, kind].load)
+    assert not set(statuses) & MOVED_NOTHING
+    if not ROWS[name, kind].load:
+        return
+    world.check_works()
+    world.reopen(ROOMY)
+    corrupt = {key for key, status in zip(NEW, statuses, strict=True) if status is CORRUPT}
+    world.check_disk(OLD)
+    world.check_disk(NEW, may_miss=corrupt)
+    assert world.files.stats()["quarantined_slots"] == len(corrupt)
+
+
+@matrix("evict")
+def test_evict(world, name, kind):
+    tier = world.open(TIGHT)
+    world.save(COLD)
+    world.save(HOT)
+    assert world.files.stats()["segments"] == 2
+    world.put(NEW)
+    statuses = run(world, tier.save, fault_of(world, name, kind), kind, ROWS[name, kind].evict)
+    if statuses[0] is DONE:
+        assert not any(map(tier.contains, COLD))
+    if not ROWS[name, kind].evict:
+        return
+    world.check_works()
+    assert world.files.stats()["used_bytes"] <= TIGHT
+    world.reopen(TIGHT)
+    failed = {key for key, status in zip(NEW, statuses, strict=True) if status is not DONE}
+    world.check_disk(HOT)
+    world.check_disk(NEW, may_miss=NEW if silent(name) else failed)
+    world.check_disk(COLD, may_miss=COLD)
+    world.check_disk(AFTER, may_miss=AFTER if silent(name) else ())
+
+
+@matrix("open")
+def test_open(world, name, kind):
+    world.open(ROOMY)
+    world.save(OLD)
+    world.save(HOT)
+    world.close()
+    # there is something to do for each call on files: a torn tail, a file that is none of ours, an unfinished one
+    (journal,) = world.folder.glob("index-*.log")
+    with journal.open("ab") as file:
+        file.write(b"torn" * 20)
+    (world.folder / "seg-00000077.blobs").write_bytes(b"?" * 10_000)
+    (world.folder / "seg-00000078.blobs.tmp").write_bytes(b"?" * 10_000)
+    before = open_files(), threading.active_count()
+    expected = ROWS[name, kind].open
+    allowed = expected if isinstance(expected, tuple) else (expected or OPENS,)
+    io = world.open_io()
+    with io.fault(name, match=lambda call: call.kind == kind) as fault:
+        try:
+            world.open(ROOMY, io)
+            outcome = OPENS
+        except (OSError, DiskError) as error:
+            outcome = DiskError if isinstance(error, DiskError) else OSError
+            assert io.close(DEADLINE_S)
+    assert outcome in allowed
+    assert bool(fault.hits) == (expected is not None)
+    if outcome is OPENS:
+        world.check_works()
+        world.check_nothing_is_held()
+        for key in (*OLD, *HOT):
+            world.tier.load([key], wait=True)
+            world.check_bytes([key])
+        world.close()
+    else:
+        world.store.arena.close()
+    assert (open_files(), threading.active_count()) == before
+    world.open(ROOMY)
+    # a segment that was misread is in quarantine
+    world.check_disk([*OLD, *HOT], may_miss=[*OLD, *HOT] if name == "bit_flip_read" else ())
+    world.check_works(LAST)
+
+
+@pytest.mark.parametrize("world", ["threads", "aio"], indirect=True)
+def test_what_is_interrupted_without_end_is_an_error(world):
+    tier = world.open(ROOMY)
+    world.put(NEW)
+    with world.io.fault("interrupted") as fault:
+        assert tier.save(NEW[:1], wait=True).statuses == [ERROR]
+        assert fault.hits == 4
+    world.check_nothing_is_held()
+    world.check_works()

@@ -64,7 +64,7 @@ class BlobFiles:
         self._slots = account.slots
         self._table = account.slots.table
         self._classes: dict[tuple[int, int], SlotClass] = {}
-        self._bad = dict.fromkeys(disk.REASONS[1:], 0)
+        self._bad: dict[str, int] = dict.fromkeys(disk.REASONS[1:], 0)
         self.is_closed = False
 
     @staticmethod

@@ -41,7 +41,7 @@ class Disk:
         return self._tier.is_loading(key) or self._tier.contains(key)
 
     def fetch(self, key: bytes, tokens: int) -> LookupResult:
-        """Start reading *key*, or look whether it has come; HIT holds until the end of the step."""
+        """Have *key* read, from the end of the step on, or look whether it has come; HIT holds until the end of the step."""
         store = self._store
         if self._polled_step != store.step:
             self._polled_step = store.step
@@ -50,7 +50,7 @@ class Disk:
         if frame is not None and frame.is_ready:
             frame.step = store.step
             return LookupResult.HIT
-        (status,) = self._tier.load([key], tokens=tokens).statuses
+        (status,) = self._tier.load([key], tokens=tokens, start=False).statuses
         return LookupResult.RETRY if status in _WORTH_WAITING else LookupResult.MISS
 
     def used(self, frames: Iterable[Frame]) -> None:
@@ -80,7 +80,7 @@ class Disk:
         for reason in ("error", "timeout"):
             tally.follow(Metrics.DISK_FAILURES, counts[f"save_{reason}"], "save", reason)
         tally.follow(Metrics.DISK_EVICTED, self._tier.stats()["evicted"])
-        tally.follow(Metrics.DISK_SKIPPED, counts["not_admitted"], "admission")
+        tally.follow(Metrics.DISK_SKIPPED, self._tier.stats()["not_admitted"], "admission")
         for reason in ("busy", "off", "no_room"):
             tally.follow(Metrics.DISK_SKIPPED, counts[f"skipped_{reason}"], reason)
 

@@ -253,7 +253,7 @@ class Store(PutGet):
             ValueError: a frame is not ready; those before it are pinned.
         """
         for frame in frames:
-            if self._words[frame.word] != frame.ready:
+            if not frame.is_ready:
                 raise ValueError(f"frames must be ready; got {frame!r}, which is not")
             frame.leases += 1
             self._pins[frame] = self._pins.get(frame, 0) + 1

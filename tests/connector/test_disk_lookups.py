@@ -100,8 +100,8 @@ def test_while_the_drive_is_stuck_lookups_say_retry_until_the_deadline_and_miss_
     with cold.io.fault("aio_read_timeout") as fault:
         for _ in range(5):
             assert cold.find(keys(3), context) == [RETRY] * 3
-            until(lambda: fault.hits == 3)
             cold.end_step()
+            until(lambda: fault.hits == 3)
             cold.clock.now += 0.3
         cold.clock.now += 1.0
         assert cold.find(keys(3), context) == [MISS] * 3
@@ -219,6 +219,7 @@ def test_the_arena_stays_mapped_under_a_drive_that_does_not_answer(cold, monkeyp
     context = cold.request()
     with cold.io.fault("aio_read_timeout") as fault:
         cold.find(keys(1), context)
+        cold.end_step()
         until(lambda: fault.hits)
         cold.manager.shutdown()
         assert not cold.was_unmapped

@@ -5,6 +5,10 @@ would. So by default a chunk is written when it is stored a second time, or hit 
 """
 
 import dataclasses
+from collections.abc import Collection, Sequence
+
+Tag = tuple[int, int]
+"""What a blob is known by on the disk: two 64-bit hashes."""
 
 BITS = 1 << 23
 """Size of one filter in bits: 1 MiB."""
@@ -34,6 +38,44 @@ class Policy:
     hold_s: float = 2.0
 
 
+class Admission:
+    """Says which chunks to save, and when.
+
+    Attributes:
+        refused: chunks that were stored and not worth a write.
+
+    Threads: one.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._takes_all = policy.admission == "all"
+        self._at_once = policy.write == "commit"
+        self._seen, self._reused = Doorkeeper(), Doorkeeper()
+        self.refused = 0
+
+    def stored(self, tags: Collection[Tag]) -> Sequence[Tag]:
+        """Note chunks that were stored; return those to save now."""
+        worthy = list(tags) if self._takes_all else [tag for tag in tags if self._seen.add(tag)]
+        self.refused += len(tags) - len(worthy)
+        return self._now(worthy)
+
+    def used(self, tags: Collection[Tag]) -> Sequence[Tag]:
+        """Note chunks that were hit; return those to save now, if they are not on the disk."""
+        return [] if self._takes_all else self._now(list(tags))
+
+    def _now(self, worthy: list[Tag]) -> Sequence[Tag]:
+        if self._at_once:
+            return worthy
+        if not self._takes_all:
+            for tag in worthy:
+                self._reused.add(tag)
+        return []
+
+    def __contains__(self, tag: Tag) -> bool:
+        """Return whether a chunk is worth a write when it would be evicted."""
+        return self._takes_all or tag in self._reused
+
+
 class Doorkeeper:
     """Remembers roughly the last one to two million tags it was shown: two Bloom filters, the older one dropped in turn.
 
@@ -45,18 +87,26 @@ class Doorkeeper:
         self._old = bytearray(BITS // 8)
         self._count = 0
 
-    def knows(self, tag: tuple[int, int]) -> bool:
-        """Return whether *tag*, two 64-bit hashes, was shown before, and remember it."""
-        low, high = tag
-        # two hashes make as many as are needed
-        bits = [(low + n * (high | 1)) % BITS for n in range(HASHES)]
-        new, old = self._new, self._old
-        if all(new[bit >> 3] >> (bit & 7) & 1 for bit in bits):
-            return True
-        known = all(old[bit >> 3] >> (bit & 7) & 1 for bit in bits)
-        for bit in bits:
+    def __contains__(self, tag: Tag) -> bool:
+        """Return whether *tag*, two 64-bit hashes, was shown before."""
+        bits = _bits(tag)
+        return any(
+            all(seen[bit >> 3] >> (bit & 7) & 1 for bit in bits) for seen in (self._new, self._old)
+        )
+
+    def add(self, tag: Tag) -> bool:
+        """Remember *tag*; return whether it was shown before."""
+        known = tag in self
+        new = self._new
+        for bit in _bits(tag):
             new[bit >> 3] |= 1 << (bit & 7)
-        self._count += 1
+        self._count += not known
         if self._count >= CAPACITY:
             self._old, self._new, self._count = new, bytearray(BITS // 8), 0
         return known
+
+
+def _bits(tag: Tag) -> list[int]:
+    low, high = tag
+    # two hashes make as many as are needed
+    return [(low + n * (high | 1)) % BITS for n in range(HASHES)]

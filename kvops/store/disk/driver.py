@@ -24,23 +24,12 @@ import numpy as np
 
 from kvferry.kvops.store import format as fmt
 from kvferry.kvops.store.arena import Arena
-from kvferry.kvops.store.checksum import Algorithm, checksum
 from kvferry.kvops.store.file_io import Completion, Direction, FileIo, Request
 from kvferry.kvops.trace import Stages, current
 
 from .files import BlobFiles, Place, Refusal
-from .format import (
-    CHECKSUM,
-    FOREIGN,
-    SHAPE,
-    STALE,
-    TRUNCATED,
-    BlobHeader,
-    frame_header_bytes,
-    header_area,
-    pack_header_page,
-    read_header_page,
-)
+from .format import TRUNCATED, header_area, pack_header_page
+from .headers import check_blob, header_for_disk
 from .jobs import Move, Status
 
 logger = logging.getLogger(__name__)
@@ -93,7 +82,6 @@ class Driver:
         self._io = io
         self._arena = arena
         self._parts = parts
-        self._header_bytes = frame_header_bytes(parts)
         self._area = header_area(parts)
         self._loads: collections.deque[Move] = collections.deque()
         self._saves: collections.deque[Move] = collections.deque()
@@ -203,7 +191,9 @@ class Driver:
         move.page = self._free_pages.pop()
         frame, place, at = move.frame, self._place(move), move.page * self._area
         if move.direction is Direction.WRITE:
-            header = self._frame_header(frame.header, frame.offset)
+            begin = time.monotonic()
+            header = header_for_disk(self._arena.buffer, frame, self._parts)
+            self.stages.record("checksum", begin, time.monotonic())
             pack_header_page(
                 self._pages, at, generation=place.generation, blob_bytes=frame.blob_bytes, frame_header=header
             )  # fmt: skip
@@ -212,21 +202,6 @@ class Driver:
             (self._arena.address + frame.offset, fmt.round_up(frame.blob_bytes, fmt.PAGE)),
         )
         return Request(move.direction, place.fd, place.offset, pieces, owner=move)
-
-    def _frame_header(self, header: int, blob: int) -> bytes:
-        """Return a frame's header as it lies on the disk: without state and counts, every part with a checksum."""
-        buffer = self._arena.buffer
-        out = bytearray(buffer[header : header + self._header_bytes])
-        out[:8] = bytes(8)
-        for at in range(fmt.HEADER_FIXED_BYTES, self._header_bytes, fmt.PART_BYTES):
-            rank, state, algorithm, _, offset, size, value = fmt.PART.unpack_from(out, at)
-            if algorithm == Algorithm.NONE:
-                begin = time.monotonic()
-                algorithm = Algorithm.XXH3_64
-                value = checksum(buffer[blob + offset : blob + offset + size])
-                self.stages.record("checksum", begin, time.monotonic())
-            fmt.PART.pack_into(out, at, rank, state, algorithm, 0, offset, size, value)
-        return bytes(out)
 
     def _reap(self) -> list[Completion]:
         timeout_s = IDLE_S
@@ -284,16 +259,14 @@ class Driver:
             self._fail_load(move, Status.CORRUPT, _why(completion), TRUNCATED)
             return
         at = move.page * self._area
-        found = read_header_page(self._pages[at : at + self._area])
-        reason = found if isinstance(found, str) else self._difference(move, found)
-        if reason is None and not isinstance(found, str):
-            begin = time.monotonic()
-            reason = self._wrong_part(move, found)
-            self.stages.record("checksum", begin, time.monotonic())
-        if reason is not None:
-            self._fail_load(move, Status.CORRUPT, reason, reason)
+        begin = time.monotonic()
+        found = check_blob(
+            self._pages[at : at + self._area], self._arena.buffer, move.frame, self._place(move), self._parts
+        )  # fmt: skip
+        self.stages.record("checksum", begin, time.monotonic())
+        if isinstance(found, str):
+            self._fail_load(move, Status.CORRUPT, found, found)
             return
-        assert isinstance(found, BlobHeader)
         for rank, _, algorithm, offset, size, value in found.parts:
             part = move.frame.header + fmt.HEADER_FIXED_BYTES + rank * fmt.PART_BYTES
             fmt.PART.pack_into(
@@ -301,29 +274,6 @@ class Driver:
             )  # fmt: skip
         self._files.end_load(self._place(move))
         self._end(move, Status.DONE)
-
-    def _difference(self, move: Move, found: BlobHeader) -> str | None:
-        """Return why a sound header page is not the one that was asked for, or None."""
-        frame, place = move.frame, self._place(move)
-        if found.generation != place.generation:
-            return STALE
-        if found.key != frame.key or found.namespace != frame.namespace:
-            return FOREIGN
-        size = frame.blob_bytes // self._parts
-        expected = [(rank, rank * size, size) for rank in range(self._parts)]
-        if found.blob_bytes != frame.blob_bytes or expected != [
-            (rank, offset, num_bytes) for rank, _, _, offset, num_bytes, _ in found.parts
-        ]:
-            return SHAPE
-        return None
-
-    def _wrong_part(self, move: Move, found: BlobHeader) -> str | None:
-        start = move.frame.offset
-        for _, _, algorithm, offset, size, value in found.parts:
-            data = self._arena.buffer[start + offset : start + offset + size]
-            if algorithm != Algorithm.XXH3_64 or checksum(data) != value:
-                return CHECKSUM
-        return None
 
     def _fail_load(self, move: Move, status: Status, why: str, bad: str | None) -> None:
         self._mark_failed(move)
@@ -340,7 +290,13 @@ class Driver:
         now = self._clock()
         for queue in (self._loads, self._saves):
             while queue and queue[0].deadline_s <= now:
-                self._drop(queue.popleft(), Status.TIMEOUT, "it waited for its turn")
+                # not the drive's fault
+                self._drop(queue.popleft(), Status.BUSY)
+        waiting = [self._move(request) for request in self._prepared]
+        for move in [move for move in waiting if move.deadline_s <= now]:
+            del self._prepared[waiting.index(move)]
+            waiting.remove(move)
+            self._drop(move, Status.BUSY)
         for move in self._flying:
             if not move.is_late and move.deadline_s <= now:
                 move.is_late = True

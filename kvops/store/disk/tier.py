@@ -11,18 +11,19 @@ the tier's until the drive has let go, also past a deadline and through a reset.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvferry.kvops.store.file_io import Direction, FileIo
 from kvferry.kvops.store.frame import Frame
 from kvferry.kvops.store.store import Reserve, Store
 
 from . import last_run
-from .admission import Doorkeeper, Policy
+from .admission import Admission, Policy, Tag
 from .breaker import Breaker
 from .driver import Driver
 from .files import BlobFiles
 from .format import blob_tag
+from .fresh import Fresh
 from .jobs import Handle, Move, Status
 
 logger = logging.getLogger(__name__)
@@ -33,11 +34,7 @@ PRESSURE = 0.1
 PRESSURE_BATCH = 64
 """Frames looked at in one step under pressure."""
 
-_RESERVED = {
-    Reserve.EXISTS: Status.EXISTS,
-    Reserve.PENDING: Status.PENDING,
-    Reserve.NO_ROOM: Status.NO_ROOM,
-}
+_RESERVED = {answer: Status[answer.name] for answer in Reserve}
 
 
 class DiskTier:
@@ -63,7 +60,7 @@ class DiskTier:
         self._io = io
         self._policy = policy or Policy()
         self._clock = clock
-        self._doorkeeper = Doorkeeper()
+        self._admission = Admission(self._policy)
         self._breakers = {
             direction: Breaker(f"{verb} {files.folder}", clock)
             for direction, verb in (
@@ -71,14 +68,15 @@ class DiskTier:
                 (Direction.READ, "loading from"),
             )
         }
-        self._inflight_bytes = 0
+        self._saving_bytes = self._loading_bytes = 0
         self._saving: set[tuple[int, int]] = set()
         self._loading: dict[tuple[bytes, bytes], Move] = {}
-        self._fresh: dict[Frame, float] = {}
+        self._to_start: list[Move] = []
+        self._fresh = Fresh(store)
         self._is_closed = self._has_ended = False
         self._held = files.stats()
         self.counts = dict.fromkeys(
-            ("saved", "saved_bytes", "loaded", "loaded_bytes", "not_admitted", "skipped_busy", "skipped_off",
+            ("saved", "saved_bytes", "loaded", "loaded_bytes", "skipped_busy", "skipped_off",
              "skipped_no_room", "save_error", "save_timeout", "load_error", "load_timeout", "load_corrupt"), 0,
         )  # fmt: skip
         self._driver = Driver(files, io, store.arena, store.parts, self._report, clock)
@@ -107,33 +105,26 @@ class DiskTier:
 
     def stored(self, frames: Iterable[Frame]) -> None:
         """Note chunks that have just become readable; save those that are worth it."""
-        if self._policy.write == "commit":
-            self._save_admitted(frames)
-        elif self._policy.admission == "reused":
-            for frame in frames:
-                self._doorkeeper.knows(blob_tag(frame.namespace, frame.key))
+        tagged = _by_tag(frames)
+        self._save_new(tagged, self._admission.stored(tagged))
 
     def used(self, frames: Iterable[Frame]) -> None:
         """Note chunks that were hit in memory: what is reused is worth a write, if it has none yet."""
-        if self._policy.admission == "reused":
-            self._save_admitted(frames)
-
-    def _save_admitted(self, frames: Iterable[Frame]) -> None:
-        wanted = []
-        for frame in frames:
-            tag = blob_tag(frame.namespace, frame.key)
-            if self._policy.admission == "all" or self._doorkeeper.knows(tag):
-                if not self._files.contains(tag):
-                    wanted.append(frame)
-            else:
-                self.counts["not_admitted"] += 1
-        if wanted:
-            self._save(wanted, Handle([frame.key for frame in wanted]))
+        tagged = _by_tag(frames)
+        self._save_new(tagged, self._admission.used(tagged))
 
     def _relieve(self) -> None:
         """Under pressure: save what would be evicted next."""
         if self._store.free_share() < PRESSURE:
-            self._save_admitted(f for f in self._store.coldest(PRESSURE_BATCH) if f.is_ready)
+            tagged = _by_tag(self._store.coldest(PRESSURE_BATCH))
+            self._save_new(tagged, [tag for tag in tagged if tag in self._admission])
+
+    def _save_new(self, frames: Mapping[Tag, Frame], tags: Iterable[Tag]) -> None:
+        wanted: list[Frame | None] = [
+            frames[tag] for tag in tags if frames[tag].is_ready and not self._files.contains(tag)
+        ]
+        if wanted:
+            self._save(wanted, Handle([frame.key for frame in wanted if frame is not None]))
 
     def save(self, keys: Sequence[bytes], *, wait: bool = False, timeout_s: float = 60.0) -> Handle:
         """Save chunks that are in memory, whatever admission says. What the disk has already is not written again.
@@ -175,10 +166,8 @@ class DiskTier:
                 handle.answer(at, Status.OFF)
                 self.counts["skipped_off"] += 1
                 continue
-            if (
-                self._inflight_bytes + frame.blob_bytes > self._policy.max_inflight_bytes
-                and self._inflight_bytes
-            ):
+            bytes_after = self._saving_bytes + frame.blob_bytes
+            if self._saving_bytes and bytes_after > self._policy.max_inflight_bytes:
                 handle.answer(at, Status.BUSY)
                 self.counts["skipped_busy"] += 1
                 continue
@@ -191,7 +180,7 @@ class DiskTier:
                 continue
             self._store.pin((frame,))
             self._saving.add(tag)
-            self._inflight_bytes += frame.blob_bytes
+            self._saving_bytes = bytes_after
             moves.append(
                 Move(Direction.WRITE, frame, tag, handle, at, asked, now + self._policy.timeout_s)
             )
@@ -201,13 +190,20 @@ class DiskTier:
     # --- coming up ---------------------------------------------------------------------------------------------
 
     def load(
-        self, keys: Sequence[bytes], *, tokens: int = 0, wait: bool = False, timeout_s: float = 60.0
+        self,
+        keys: Sequence[bytes],
+        *,
+        tokens: int = 0,
+        start: bool = True,
+        wait: bool = False,
+        timeout_s: float = 60.0,
     ) -> Handle:
         """Bring chunks into memory. A chunk is readable when its answer is DONE, which :meth:`poll` gives.
 
         Args:
             keys: of the store's namespace.
             tokens: tokens of a chunk, for the frame header.
+            start: now; else with the next :meth:`poll`, together with what others ask for until then.
             wait: return when all is answered.
             timeout_s: or after so many seconds.
 
@@ -215,7 +211,6 @@ class DiskTier:
             Answers in request order.
         """
         handle = Handle(keys)
-        moves: list[Move] = []
         now = self._clock()
         allowed = not self._is_off(Direction.READ)
         for at, key in enumerate(keys):
@@ -225,9 +220,9 @@ class DiskTier:
             if isinstance(move_or_status, Status):
                 handle.answer(at, move_or_status)
             else:
-                moves.append(move_or_status)
-        if moves:
-            self._driver.ask(moves)
+                self._to_start.append(move_or_status)
+        if start:
+            self._start()
         if wait:
             self.wait(handle, timeout_s)
         return handle
@@ -246,49 +241,50 @@ class DiskTier:
             return Status.MISSING
         # half of the arena stays for those who compute
         room = min(self._policy.max_inflight_bytes, store.arena.arena_bytes // 2)
-        fresh = sum(frame.blob_bytes for frame in self._fresh)
-        if self._inflight_bytes and self._inflight_bytes + fresh + blob_bytes > room:
+        bytes_before = self._loading_bytes + self._fresh.num_bytes
+        if bytes_before and bytes_before + blob_bytes > room:
             return Status.BUSY
         (answer,) = store.reserve([key], blob_bytes, tokens=tokens)
         if not isinstance(answer, Frame):
             return _RESERVED[answer]
         store.guard(answer)
-        self._inflight_bytes += blob_bytes
+        self._loading_bytes += blob_bytes
         until_s = now + self._policy.timeout_s
         move = Move(Direction.READ, answer, tag, handle, at, time.monotonic(), until_s)
         self._loading[store.namespace, key] = move
         return move
 
+    def _start(self) -> None:
+        if self._to_start:
+            self._driver.ask(self._to_start)
+            self._to_start = []
+
     def claimed(self, frames: Iterable[Frame]) -> None:
         """Note that somebody reads chunks that were loaded ahead: his lease keeps them now."""
-        if self._fresh:
-            mine = [frame for frame in frames if self._fresh.pop(frame, None) is not None]
-            self._store.unpin(mine)
+        self._fresh.let_go(frames)
 
     # --- each step ---------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Take in what has ended; call it once a step. Never waits."""
         driver, now = self._driver, self._clock()
+        self._start()
         driver.changed.clear()
         while driver.late:
             move = driver.late.popleft()
             self._answer(move, Status.TIMEOUT, "no answer in time")
         while driver.ended:
             self._take_back(driver.ended.popleft())
-        if self._fresh:
-            stale = [frame for frame, until_s in self._fresh.items() if until_s <= now]
-            for frame in stale:
-                del self._fresh[frame]
-            self._store.unpin(stale)
+        self._fresh.expire(now)
         if self._policy.write == "pressure":
             self._relieve()
 
     def _take_back(self, move: Move) -> None:
         store, frame = self._store, move.frame
-        self._inflight_bytes -= frame.blob_bytes
         status = move.status
         if move.direction is Direction.WRITE:
+            self._saving_bytes -= frame.blob_bytes
+            self.counts["skipped_busy"] += status is Status.BUSY
             store.unpin((frame,))
             self._saving.discard(move.tag)
             self.counts["skipped_no_room"] += status is Status.NO_ROOM
@@ -296,15 +292,15 @@ class DiskTier:
                 self.counts["saved"] += 1
                 self.counts["saved_bytes"] += frame.blob_bytes
         else:
-            self._loading.pop((frame.namespace, frame.key), None)
+            self._loading_bytes -= frame.blob_bytes
+            del self._loading[frame.namespace, frame.key]
             store.unguard(frame)
             if status is not Status.DONE:
                 store.abort((frame,))
             elif store.commit((frame,))[0]:
                 self.counts["loaded"] += 1
                 self.counts["loaded_bytes"] += frame.blob_bytes
-                store.pin((frame,))
-                self._fresh[frame] = self._clock() + self._policy.hold_s
+                self._fresh.add(frame, self._clock() + self._policy.hold_s)
             else:
                 # the cache was reset meanwhile
                 status = Status.MISSING
@@ -318,7 +314,8 @@ class DiskTier:
         verb = "save" if move.direction is Direction.WRITE else "load"
         if status in (Status.ERROR, Status.TIMEOUT, Status.CORRUPT):
             self.counts[f"{verb}_{status.value}"] += 1
-            logger.warning("%s of chunk %s: %s", verb, move.frame.key.hex()[:12], why)
+            if not breaker.is_open:
+                logger.warning("%s of chunk %s: %s", verb, move.frame.key.hex()[:12], why)
         if status in (Status.ERROR, Status.TIMEOUT):
             breaker.failed(why)
         elif status in (Status.DONE, Status.CORRUPT):
@@ -347,11 +344,11 @@ class DiskTier:
     def flush(self, timeout_s: float) -> bool:
         """Wait for everything that was asked for, and bring it to the drive; False if time ran out."""
         until_s = time.monotonic() + timeout_s
-        while self._inflight_bytes:
+        while self._saving or self._loading:
             self.poll()
             if time.monotonic() >= until_s:
                 return False
-            if self._inflight_bytes:
+            if self._saving or self._loading:
                 self._driver.changed.wait(0.01)
         try:
             self._files.sync_now()
@@ -365,7 +362,8 @@ class DiskTier:
         return {
             **self._held,
             **self.counts,
-            "inflight_bytes": self._inflight_bytes,
+            "not_admitted": self._admission.refused,
+            "inflight_bytes": self._saving_bytes + self._loading_bytes,
             "saves_off": int(self._breakers[Direction.WRITE].is_open),
             "loads_off": int(self._breakers[Direction.READ].is_open),
         }
@@ -390,11 +388,13 @@ class DiskTier:
         self._is_closed = True
         ended = self._has_ended = self._driver.close(timeout_s / 2)
         self.poll()
-        for frame in self._fresh:
-            self._store.unpin((frame,))
-        self._fresh.clear()
+        self._fresh.let_go_all()
         self._report()
         if ended:
             self._io.close(timeout_s)
             self._files.close()
         return ended
+
+
+def _by_tag(frames: Iterable[Frame]) -> dict[Tag, Frame]:
+    return {blob_tag(frame.namespace, frame.key): frame for frame in frames}

@@ -97,9 +97,10 @@ def tags(seed, count):
 def test_the_doorkeeper_knows_what_it_saw_and_few_strangers():
     keeper = Doorkeeper()
     seen = tags(1, 20_000)
-    assert sum(keeper.knows(tag) for tag in seen) < 20
-    assert all(keeper.knows(tag) for tag in seen)
-    assert sum(keeper.knows(tag) for tag in tags(2, 5_000)) < 25
+    assert sum(keeper.add(tag) for tag in seen) < 20
+    assert all(tag in keeper for tag in seen)
+    assert all(keeper.add(tag) for tag in seen)
+    assert sum(keeper.add(tag) for tag in tags(2, 5_000)) < 25
 
 
 def test_the_doorkeeper_forgets_the_oldest_first(monkeypatch):
@@ -107,8 +108,8 @@ def test_the_doorkeeper_forgets_the_oldest_first(monkeypatch):
     keeper = Doorkeeper()
     first, second, third = tags(1, 1000), tags(2, 1000), tags(3, 1000)
     for tag in [*first, *second]:
-        keeper.knows(tag)
-    assert all(keeper.knows(tag) for tag in second[:10])
+        keeper.add(tag)
+    assert all(keeper.add(tag) for tag in second[:10])
     for tag in third:
-        keeper.knows(tag)
-    assert sum(keeper.knows(tag) for tag in first[500:600]) < 10
+        keeper.add(tag)
+    assert sum(keeper.add(tag) for tag in first[500:600]) < 10

@@ -293,7 +293,7 @@ def test_what_came_once_is_not_written_what_is_hit_is(world):
     frames = commit(world, keys(4))
     tier.stored(frames)
     assert settle(world) == set()
-    assert tier.counts["not_admitted"] == 4
+    assert tier.stats()["not_admitted"] == 4
     tier.used(frames[:2])
     assert settle(world) == set(keys(2))
     # stored anew after it was evicted: it came a second time
@@ -482,3 +482,31 @@ def test_frames_are_where_the_drive_reads_and_writes(world, tier):
     assert isinstance(arena, Arena)
     assert isinstance(world.store, Store)
     assert world.store.namespace == NAMESPACE
+
+
+def test_under_pressure_only_what_was_reused_goes_down(world):
+    tier = world.open(policy=Policy(write="pressure", admission="reused"))
+    frames = commit(world, keys(6), MIB)
+    tier.stored(frames)
+    tier.used(frames[:2])
+    assert settle(world) == set()
+    number = 6
+    while world.store.free_share() >= 0.1:
+        tier.stored(commit(world, [key(number)], MIB))
+        number += 1
+    tier.poll()
+    assert settle(world) == set(keys(2))
+
+
+def test_a_frame_that_a_worker_marks_bad_while_it_is_saved_is_no_error(world, tier):
+    put(world.store, [key(1)], SIZE)
+    frame = world.store.frames[key(1)]
+    world.store.lease([frame])
+    worker = world.workers[0]
+    worker.begin_read(frame.header, frame.generation)
+    worker.finish_read(frame.header, frame.generation, ok=False)
+    tier.stored([frame])
+    world.store.release([frame])
+    assert tier.flush(10)
+    assert world.store.lookup([key(1)]) == [Lookup.MISS]
+    assert key(1) not in world.store.frames

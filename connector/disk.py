@@ -71,7 +71,7 @@ class Disk:
 
     def count(self, tally: Tally) -> None:
         """Bring the counters of *tally* up to date."""
-        counts = self._tier.counts
+        counts = self._tier.stats()
         for direction, done in (("save", "saved"), ("load", "loaded")):
             tally.follow(Metrics.DISK_CHUNKS, counts[done], direction)
             tally.follow(Metrics.DISK_BYTES, counts[f"{done}_bytes"], direction)
@@ -79,8 +79,8 @@ class Disk:
             tally.follow(Metrics.DISK_FAILURES, counts[f"load_{reason}"], "load", reason)
         for reason in ("error", "timeout"):
             tally.follow(Metrics.DISK_FAILURES, counts[f"save_{reason}"], "save", reason)
-        tally.follow(Metrics.DISK_EVICTED, self._tier.stats()["evicted"])
-        tally.follow(Metrics.DISK_SKIPPED, self._tier.stats()["not_admitted"], "admission")
+        tally.follow(Metrics.DISK_EVICTED, counts["evicted"])
+        tally.follow(Metrics.DISK_SKIPPED, counts["not_admitted"], "admission")
         for reason in ("busy", "off", "no_room"):
             tally.follow(Metrics.DISK_SKIPPED, counts[f"skipped_{reason}"], reason)
 

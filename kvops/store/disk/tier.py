@@ -75,7 +75,7 @@ class DiskTier:
         self._fresh = Fresh(store)
         self._is_closed = self._has_ended = False
         self._held = files.stats()
-        self.counts = dict.fromkeys(
+        self.counts: dict[str, int] = dict.fromkeys(
             ("saved", "saved_bytes", "loaded", "loaded_bytes", "skipped_busy", "skipped_off",
              "skipped_no_room", "save_error", "save_timeout", "load_error", "load_timeout", "load_corrupt"), 0,
         )  # fmt: skip

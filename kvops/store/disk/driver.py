@@ -12,6 +12,7 @@ is being written, which nobody reads.
 """
 
 import collections
+import contextlib
 import errno
 import logging
 import mmap
@@ -91,12 +92,12 @@ class Driver:
         self._pages = memoryview(self._memory)
         self._pages_address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
         self._free_pages = list(range(io.depth))
-        self._is_stopping = False
+        self._is_stopping = self._has_ended = False
         self._report = report
         self._clock = clock
         self._next_report_s = 0.0
         self._refusals = 0
-        self._said_engine = False
+        self._said_engine = self._said_sync = False
         self._thread = threading.Thread(target=self._run, name="kvferry-disk", daemon=True)
         self._thread.start()
 
@@ -105,6 +106,9 @@ class Driver:
         for move in moves:
             (self._loads if move.direction is Direction.READ else self._saves).append(move)
         self._io.wake()
+        if self._has_ended:
+            # it may have emptied its queues just before
+            self._give_back_waiting()
 
     def close(self, timeout_s: float) -> bool:
         """End the thread; what has not begun is given back as OFF. False if a drive still holds memory of ours."""
@@ -129,12 +133,19 @@ class Driver:
             logger.exception("the disk thread ended: kvferry goes on without the disk")
             self.is_broken = True
         finally:
-            for queue in (self._loads, self._saves):
-                while queue:
-                    self._drop(queue.popleft(), Status.OFF, "the disk tier was closed")
+            self._has_ended = True
+            self._give_back_waiting()
             for request in self._prepared:
-                self._drop(self._move(request), Status.OFF, "the disk tier was closed")
+                self._drop(self._move(request), Status.OFF)
+            # only if it broke: their memory stays the drive's, since nobody will ever know better
+            self._let_late(self._flying)
             self.changed.set()
+
+    def _give_back_waiting(self) -> None:
+        for queue in (self._loads, self._saves):
+            with contextlib.suppress(IndexError):
+                while True:
+                    self._drop(queue.popleft(), Status.OFF)
 
     def _submit(self) -> None:
         room = self._io.depth - self._io.in_flight - len(self._prepared)
@@ -297,8 +308,11 @@ class Driver:
             del self._prepared[waiting.index(move)]
             waiting.remove(move)
             self._drop(move, Status.BUSY)
-        for move in self._flying:
-            if not move.is_late and move.deadline_s <= now:
+        self._let_late(move for move in self._flying if move.deadline_s <= now)
+
+    def _let_late(self, moves: Iterable[Move]) -> None:
+        for move in moves:
+            if not move.is_late:
                 move.is_late = True
                 self.late.append(move)
                 self.changed.set()
@@ -326,9 +340,12 @@ class Driver:
     def _sync_if_due(self) -> None:
         try:
             self._files.sync_if_due()
+            self._said_sync = False
         except OSError as error:
             # what it would have made durable is as it is under "never"; the next save meets the same disk, and counts
-            logger.warning("disk tier: sync: %s", error)
+            if not self._said_sync:
+                self._said_sync = True
+                logger.warning("disk tier: sync: %s; trying again each second", error)
 
     def _report_at_times(self) -> None:
         now = time.monotonic()

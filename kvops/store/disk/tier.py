@@ -141,15 +141,10 @@ class DiskTier:
         frames: list[Frame | None] = []
         for at, key in enumerate(keys):
             frame = self._store.frames.get(key)
-            if (
-                frame is not None
-                and frame.is_ready
-                and self._store.arena.words[frame.word] == frame.ready
-            ):
-                frames.append(frame)
-            else:
-                frames.append(None)
+            if frame is None or not frame.is_ready:
+                frame = None
                 handle.answer(at, Status.MISSING)
+            frames.append(frame)
         self._save(frames, handle)
         if wait:
             self.wait(handle, timeout_s)
@@ -178,7 +173,12 @@ class DiskTier:
             if tag in self._saving:
                 handle.answer(at, Status.PENDING)
                 continue
-            self._store.pin((frame,))
+            try:
+                self._store.pin((frame,))
+            except ValueError:
+                # a worker has just found it corrupt
+                handle.answer(at, Status.MISSING)
+                continue
             self._saving.add(tag)
             self._saving_bytes = bytes_after
             moves.append(
@@ -214,13 +214,11 @@ class DiskTier:
         now = self._clock()
         allowed = not self._is_off(Direction.READ)
         for at, key in enumerate(keys):
-            move_or_status = (
-                self._begin_load(key, tokens, handle, at, now) if allowed else Status.OFF
-            )
-            if isinstance(move_or_status, Status):
-                handle.answer(at, move_or_status)
+            found = self._begin_load(key, tokens, handle, at, now) if allowed else Status.OFF
+            if isinstance(found, Status):
+                handle.answer(at, found)
             else:
-                self._to_start.append(move_or_status)
+                self._to_start.append(found)
         if start:
             self._start()
         if wait:
@@ -344,12 +342,12 @@ class DiskTier:
     def flush(self, timeout_s: float) -> bool:
         """Wait for everything that was asked for, and bring it to the drive; False if time ran out."""
         until_s = time.monotonic() + timeout_s
+        self._start()
         while self._saving or self._loading:
-            self.poll()
             if time.monotonic() >= until_s:
                 return False
-            if self._saving or self._loading:
-                self._driver.changed.wait(0.01)
+            self._driver.changed.wait(0.01)
+            self.poll()
         try:
             self._files.sync_now()
         except OSError as error:
@@ -374,26 +372,28 @@ class DiskTier:
 
     def _report(self) -> None:
         """Leave figures in the folder, from the driver's thread; a disk that can't take them is noticed elsewhere."""
-        self._held = self._files.stats()
         try:
+            self._held = self._files.stats()
             last_run.write(self._files.folder, self.stats(), self.stages())
         except OSError as error:
             logger.debug("%s: %s", last_run.NAME, error)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Finish what is under way and let go of the folder; False if a drive still holds memory of the arena."""
-        if self._is_closed:
-            return self._has_ended
-        self.flush(timeout_s / 2)
+        """Finish what is under way and let go of the folder; False, to be called again, while a drive holds the arena."""
+        if self._has_ended:
+            return True
+        if not self._is_closed:
+            self.flush(timeout_s / 2)
         self._is_closed = True
-        ended = self._has_ended = self._driver.close(timeout_s / 2)
+        if self._driver.close(timeout_s / 2) or self._driver.is_broken:
+            # of a thread that broke, something may be in flight
+            self._has_ended = self._io.close(timeout_s / 2)
         self.poll()
         self._fresh.let_go_all()
         self._report()
-        if ended:
-            self._io.close(timeout_s)
+        if self._has_ended:
             self._files.close()
-        return ended
+        return self._has_ended
 
 
 def _by_tag(frames: Iterable[Frame]) -> dict[Tag, Frame]:

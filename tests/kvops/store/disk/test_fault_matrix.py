@@ -7,15 +7,17 @@ Time stands still in here until a test moves it: a deadline passes when the test
 """
 
 import dataclasses
+import os
 
 import pytest
 
-from kvferry.kvops.errors import DiskError
+from kvferry.kvops.errors import DiskBusyError, DiskError
 from kvferry.kvops.store.disk.jobs import MOVED_NOTHING, Status
 from kvferry.kvops.store.io_aio import AioIo
 from kvferry.kvops.store.io_fault_table import TABLE, Effect
 from kvferry.kvops.store.io_threads import ThreadIo
 
+from ..chunks import drain, keys  # noqa: TID252
 from .worlds import (
     AFTER,
     COLD,
@@ -29,6 +31,7 @@ from .worlds import (
     NEW,
     OLD,
     ROOMY,
+    SIZE,
     TIGHT,
     TIMEOUT,
     TIMEOUT_S,
@@ -191,8 +194,8 @@ def run(world, ask, fault_of, kind, pattern):
                 stuck = True
                 late = [at for at, status in enumerate(pattern) if status is TIMEOUT]
                 world.wait_for(
-                    lambda: fault.hits and sum(s is Status.WAITING for s in handle.statuses) == len(late)
-                )  # fmt: skip
+                    lambda: handle.statuses.count(Status.WAITING) == len(late) == world.io.in_flight
+                )
                 others = world.fill(1000)
                 assert not handle.is_done
                 world.let_time_pass(TIMEOUT_S)
@@ -339,7 +342,11 @@ def test_open(world, name, kind):
     world.check_works(LAST)
 
 
-@pytest.mark.parametrize("world", ["threads", "aio"], indirect=True)
+both = pytest.mark.parametrize("world", ["threads", "aio"], indirect=True)
+on_threads = pytest.mark.parametrize("world", ["threads"], indirect=True)
+
+
+@both
 def test_what_is_interrupted_without_end_is_an_error(world):
     tier = world.open(ROOMY)
     world.put(NEW)
@@ -348,3 +355,109 @@ def test_what_is_interrupted_without_end_is_an_error(world):
         assert fault.hits == 4
     world.check_nothing_is_held()
     world.check_works()
+
+
+@both
+def test_what_waits_for_a_drive_that_is_stuck_is_given_back_in_time(world):
+    """The frames of what the drive has begun stay; those of what it never saw don't."""
+    tier = world.open(ROOMY)
+    world.put(keys(40, first=100))
+    with world.io.fault("aio_write_timeout"):
+        handle = tier.save(keys(40, first=100))
+        world.wait_for(lambda: world.io.in_flight == world.io.depth)
+        world.let_time_pass(TIMEOUT_S)
+        world.wait_for(lambda: handle.is_done)
+        stuck, rest = handle.statuses[: world.io.depth], handle.statuses[world.io.depth :]
+        assert set(stuck) == {TIMEOUT}
+        assert set(rest) == {Status.BUSY}
+        assert world.files.stats()["held_slots"] == world.io.depth
+        assert tier.stats()["inflight_bytes"] == world.io.depth * SIZE
+    world.wait_for(lambda: not tier.stats()["inflight_bytes"])
+    world.check_nothing_is_held()
+    world.check_works()
+
+
+@both
+def test_a_folder_is_not_let_go_of_while_a_drive_may_write_there(world):
+    tier = world.open(ROOMY)
+    world.put(NEW)
+    with world.io.fault("write_timeout", match=lambda call: call.kind == "write"):
+        handle = tier.save(NEW)
+        assert not tier.close(0.1)
+        assert tier.save(NEW).statuses == [Status.OFF] * COUNT
+        with pytest.raises(DiskBusyError):
+            world.files.open(world.folder, world.io, quota_bytes=ROOMY)
+    assert tier.close(DEADLINE_S)
+    assert handle.statuses == [DONE] * COUNT
+    world.open(ROOMY)
+    world.check_disk(NEW)
+
+
+@on_threads
+def test_a_disk_that_fails_at_everything_does_not_keep_the_tier_from_closing(world, monkeypatch):
+    """Also calls that go past the engine: those that list the folder."""
+    tier = world.open(ROOMY)
+    world.save(OLD)
+    world.put(NEW)
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", fail)
+        patch.setattr(tier._driver, "_next_report_s", 0.0)
+        with world.io.fault("io_error"):
+            assert tier.save(NEW, wait=True).statuses == [ERROR] * COUNT
+            world.wait_for(lambda: tier._driver._next_report_s)
+            assert not tier._driver.is_broken
+            assert not tier.flush(DEADLINE_S)
+            assert tier.close(DEADLINE_S)
+    world.open(ROOMY)
+    world.check_disk(OLD, may_miss=())
+    world.check_works()
+
+
+@on_threads
+def test_a_thread_that_breaks_answers_and_takes_nothing_more(world, caplog, monkeypatch):
+    tier = world.open(ROOMY)
+    world.save(OLD)
+    world.put(NEW)
+    with world.io.fault("aio_write_timeout"):
+        flying = tier.save(NEW[:2])
+        world.wait_for(lambda: world.io.in_flight == 2)
+
+        def fail(*_):
+            raise RuntimeError("a defect")
+
+        monkeypatch.setattr(tier._driver, "_expire", fail)
+        waiting = tier.load(keys(1, first=999), start=False)
+        world.wait_for(lambda: flying.is_done)
+        assert flying.statuses == [TIMEOUT] * 2
+        assert tier._driver.is_broken
+        assert waiting.statuses == [Status.MISSING]
+        assert tier.save(NEW).statuses == [Status.OFF] * COUNT
+        # asked for when it still worked
+        world.store.delete(OLD)
+        monkeypatch.setattr(tier._driver, "is_broken", False)
+        handle = tier.load(OLD, wait=True)
+        assert handle.statuses == [Status.OFF] * COUNT
+        assert not tier.is_loading_any
+        monkeypatch.setattr(tier._driver, "is_broken", True)
+    assert tier.close(DEADLINE_S)
+    assert "a defect" in caplog.text
+    world.tier = None
+    for frame in list(world.store._pins):
+        world.store.unpin([frame])
+    drain(world.store)
+    world.open(ROOMY)
+    world.check_disk(OLD)
+
+
+@on_threads
+def test_a_chunk_that_a_worker_finds_corrupt_meanwhile_is_not_saved(world):
+    tier = world.open(ROOMY)
+    world.put(NEW)
+    frames = [world.store.frames[key] for key in NEW]
+    world.store.arena.words[frames[1].word] = frames[1].ready | 1
+    assert tier.save(NEW, wait=True).statuses == [DONE, Status.MISSING, DONE, DONE]
+    world.store.arena.words[frames[1].word] = frames[1].ready

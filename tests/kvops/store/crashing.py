@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -62,7 +63,7 @@ def end(pid, after_s=None):
 
 
 def die_at_line(number, folder):
-    """Kill this process when *number* lines of the files in *folder* have run."""
+    """Kill this process when *number* lines of the files in *folder* have run, in this and in later threads."""
     left = number
 
     def count(frame, event, arg):
@@ -76,4 +77,5 @@ def die_at_line(number, folder):
     def enter(frame, event, arg):
         return count if frame.f_code.co_filename.startswith(folder) else None
 
+    threading.settrace(enter)
     sys.settrace(enter)

@@ -89,6 +89,7 @@ class Segments:
         self._durable = durable
         self._read_only = read_only
         self._open: dict[Segment, None] = {}
+        self._names_unsynced = False
         self.cost_bytes = 0
         self.journal_bytes = 0
         self.other_bytes = 0
@@ -205,8 +206,9 @@ class Segments:
                 self._io.sync(fd)
             self._io.rename(unfinished, path)
             named = path
+            self._names_unsynced = True
             if self._durable:
-                self._io.sync_folder(self._folder)
+                self._sync_names()
         except BaseException:
             with contextlib.suppress(OSError):
                 self._io.close_file(fd)
@@ -264,6 +266,12 @@ class Segments:
         for segment in [s for s in self._open if s.is_unsynced]:
             self._io.sync(segment.fd)
             segment.is_unsynced = False
+        if self._names_unsynced:
+            self._sync_names()
+
+    def _sync_names(self) -> None:
+        self._io.sync_folder(self._folder)
+        self._names_unsynced = False
 
     def close(self) -> None:
         """Close all files."""

@@ -4,7 +4,7 @@ Scheduler process. Nothing here waits for a drive: a lookup starts a read and is
 in what has arrived.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult
@@ -20,7 +20,10 @@ from .stats import Labels, Tally
 GIVE_WAY_S = 0.002
 """Longest rest of a step that computes nothing, seconds."""
 
-_WORTH_WAITING = {Status.WAITING, Status.PENDING, Status.BUSY}
+STARTS_PER_STEP = 128
+"""Reads that are begun in one step; one costs about 20 us, and the rest comes in the steps after it."""
+
+_ON_ITS_WAY = {Status.WAITING, Status.PENDING}
 _STATS = ("avg", "p50", "p99")
 
 
@@ -30,9 +33,9 @@ class Disk:
     def __init__(self, tier: DiskTier, store: Store) -> None:
         self._tier = tier
         self._store = store
-        self._polled_step = -1
+        self._step = -1
+        self._starts = 0
         self.is_loading = tier.is_loading
-        self.is_fresh = tier.is_fresh
         self.stored = tier.stored
         self.poll = tier.poll
 
@@ -42,26 +45,36 @@ class Disk:
 
     def fetch(self, key: bytes, tokens: int) -> LookupResult:
         """Have *key* read, from the end of the step on, or look whether it has come; HIT holds until the end of the step."""
-        store = self._store
-        if self._polled_step != store.step:
-            self._polled_step = store.step
-            self._tier.poll()
+        store, tier = self._store, self._tier
+        if self._step != store.step:
+            self._step, self._starts = store.step, 0
+            tier.poll()
         frame = store.frames.get(key)
         if frame is not None and frame.is_ready:
             frame.step = store.step
             return LookupResult.HIT
-        (status,) = self._tier.load([key], tokens=tokens, start=False).statuses
-        return LookupResult.RETRY if status in _WORTH_WAITING else LookupResult.MISS
+        if tier.is_loading(key):
+            return LookupResult.HIT_PENDING
+        if self._starts >= STARTS_PER_STEP:
+            return LookupResult.RETRY
+        (status,) = tier.load([key], tokens=tokens, start=False).statuses
+        if status is Status.BUSY:
+            # nor is there room for another one in this step
+            self._starts = STARTS_PER_STEP
+            return LookupResult.RETRY
+        self._starts += 1
+        return LookupResult.HIT_PENDING if status in _ON_ITS_WAY else LookupResult.MISS
 
-    def used(self, frames: Iterable[Frame]) -> None:
-        """Note that a load reads *frames*: they are reused, and held by its lease."""
+    def used(self, frames: Sequence[Frame]) -> frozenset[bytes]:
+        """Note that a load reads *frames*: they are reused, and held by its lease. Return the keys that came from the disk."""
+        fresh = frozenset(frame.key for frame in frames if self._tier.is_fresh(frame))
         self._tier.claimed(frames)
         self._tier.used(frames)
+        return fresh
 
     def give_way(self) -> None:
         """If something is on its way up, wait a moment for it: the engine would step without end."""
-        if self._tier.is_loading_any:
-            self._tier.give_way(GIVE_WAY_S)
+        self._tier.give_way(GIVE_WAY_S)
 
     def close(self) -> bool:
         """Finish what is under way; False if a drive still holds memory of the arena."""

@@ -18,6 +18,7 @@ class RequestState:
         stores: frames being written for it, in the order of their reservation.
         loads: frames being read for it; None for one that went away before the load was prepared.
         keys: keys stored or loaded, for engines that don't keep a list of their own.
+        from_disk: keys of its last load that had just come from the disk.
     """
 
     epoch: int
@@ -27,6 +28,7 @@ class RequestState:
     stores: dict[bytes, Frame] = field(default_factory=dict)
     loads: dict[bytes, Frame | None] = field(default_factory=dict)
     keys: dict[bytes, None] = field(default_factory=dict)
+    from_disk: frozenset[bytes] = frozenset()
 
     def may_wait(self, now_s: float, timeout_s: float) -> bool:
         """Return whether the request may wait (longer) for a chunk that will be readable; the first wait starts the clock."""
@@ -34,12 +36,17 @@ class RequestState:
             self.deadline_s = now_s + timeout_s
         return now_s < self.deadline_s
 
+    def stop_waiting(self) -> None:
+        """Note that the wait is over; another one has a deadline of its own."""
+        self.deadline_s = 0.0
+        self.gave_up = False
+
     def start_over(self, epoch: int) -> None:
         """Forget everything: the frames belong to an epoch that is gone."""
         self.epoch = epoch
         self.skip = ""
-        self.deadline_s = 0.0
-        self.gave_up = False
+        self.stop_waiting()
+        self.from_disk = frozenset()
         self.stores.clear()
         self.loads.clear()
         self.keys.clear()

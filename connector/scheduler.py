@@ -112,15 +112,14 @@ class KVFerryManager(OffloadingManager):
     def _lookup_unready(self, key: bytes, frame: Frame | None, req_context: Any) -> LookupResult:
         """Answer for a chunk that can't be read now: one that is being written, or one on the disk."""
         disk, now = self._disk, self._clock()
-        if disk is not None and (frame is None or disk.is_loading(key)):
-            answer = LookupResult.RETRY if disk.has(key) else LookupResult.MISS
-        elif frame is not None and frame.is_writing and self._has_writer(now):
+        is_on_disk = disk is not None and (frame is None or disk.is_loading(key)) and disk.has(key)
+        if is_on_disk or (frame is not None and frame.is_writing and self._has_writer(now)):
             answer = LookupResult.HIT_PENDING
         else:
             answer = LookupResult.MISS
         if answer is not LookupResult.MISS and not self._may_wait(req_context, now):
             answer = LookupResult.MISS
-        if disk is not None and answer is LookupResult.RETRY:
+        if disk is not None and is_on_disk and answer is not LookupResult.MISS:
             # vLLM goes on to the chunks behind, so that all of a prefix are read at once
             answer = disk.fetch(key, self._size_of(key)[1])
         if answer is LookupResult.MISS:
@@ -149,7 +148,7 @@ class KVFerryManager(OffloadingManager):
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         """Say where a hit comes from: memory of this host, or its disk."""
-        is_from_disk = self._disk is not None and self._disk.is_fresh(key)
+        is_from_disk = key in self._state(req_context).from_disk
         return self._disk_source if is_from_disk else self._host_source
 
     # --- load --------------------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ class KVFerryManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> FrameLoadStoreSpec:
         """Hold the frames of *keys* until complete_load, and tell the worker where they are."""
         state = self._state(req_context)
-        state.deadline_s = 0.0
+        state.stop_waiting()
         rows: list[tuple[int, int, int]] = []
         counts = [0] * len(self._slot_of)
         held = []
@@ -173,7 +172,7 @@ class KVFerryManager(OffloadingManager):
             rows.append((frame.header, frame.offset, frame.generation))
         self._store.lease(held)
         if self._disk is not None:
-            self._disk.used(held)
+            state.from_disk = self._disk.used(held)
         self._remember(state, keys)
         return FrameLoadStoreSpec.from_rows(rows, counts)
 
@@ -347,13 +346,12 @@ class KVFerryManager(OffloadingManager):
 
     def shutdown(self) -> None:
         """Give the store up: what was published stays in an arena that has a path."""
-        ended = self._disk is None or self._disk.close()
-        self._store.close()
-        if ended:
+        if self._disk is None or self._disk.close():
+            self._store.close()
             self._on_shutdown()
         else:
-            # unmapping what a drive may still write would take the process down
-            logger.error("the arena stays mapped: the disk has not answered")
+            # a drive may still write there: nobody else may have the arena, and it must stay mapped
+            logger.error("the arena stays with this process: the disk has not answered")
 
     def give_way(self) -> None:
         """Let the disk go on, in a step that computes nothing."""

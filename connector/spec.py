@@ -112,10 +112,11 @@ class KVFerrySpec(OffloadingSpec):
                     verify=settings.verify,
                     eviction=settings.eviction,
                 )
-                disk = self._open_disk(store)
                 if settings.arena_path is None:
                     # everybody has it mapped; without a name it can't outlive its processes
                     arena.unlink()
+                # last: behind it runs a thread that uses the arena
+                disk = self._open_disk(store)
             except BaseException:
                 arena.close()
                 raise
@@ -169,7 +170,16 @@ class KVFerrySpec(OffloadingSpec):
 
     def _open_disk(self, store: Store) -> Disk | None:
         settings = self._settings
-        return None if settings.disk_path is None else Disk(open_tier(store, settings), store)
+        if settings.disk_path is None:
+            return None
+        if not settings.pending_timeout_ms:
+            logger.warning("disk_path is written to but never read from: pending_timeout_ms is 0")
+        try:
+            return Disk(open_tier(store, settings), store)
+        except OSError as error:
+            # full or failing, which is no reason to serve nobody
+            logger.error("disk_path %s: %s; going on with memory alone", settings.disk_path, error)
+            return None
 
     def _first_namespace(self) -> bytes:
         return namespace_digest(self._fields)

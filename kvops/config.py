@@ -167,7 +167,8 @@ class Config:
         2000,
         Whole(0, 600_000),
         "milliseconds",
-        "How long one request waits for blocks that are still being stored; 0: not at all.",
+        "How long one request waits for blocks that are being stored, or read from the disk; then it computes what "
+        "has not come. 0: not at all.",
     )
     disk_path: str | None = _setting(
         None,

@@ -5,10 +5,12 @@ would. So by default a chunk is written when it is stored a second time, or hit 
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-Tag = tuple[int, int]
-"""What a blob is known by on the disk: two 64-bit hashes."""
+from kvferry.kvops.store.frame import Frame
+
+from .format import blob_tag
+from .places import Tag
 
 BITS = 1 << 23
 """Size of one filter in bits: 1 MiB."""
@@ -61,7 +63,7 @@ class Admission:
 
     def used(self, tags: Collection[Tag]) -> Sequence[Tag]:
         """Note chunks that were hit; return those to save now, if they are not on the disk."""
-        return [] if self._takes_all else self._now(list(tags))
+        return self._now(list(tags))
 
     def _now(self, worthy: list[Tag]) -> Sequence[Tag]:
         if self._at_once:
@@ -110,3 +112,8 @@ def _bits(tag: Tag) -> list[int]:
     low, high = tag
     # two hashes make as many as are needed
     return [(low + n * (high | 1)) % BITS for n in range(HASHES)]
+
+
+def by_tag(frames: Iterable[Frame]) -> dict[Tag, Frame]:
+    """Return frames by what their blobs are known by on the disk."""
+    return {blob_tag(frame.namespace, frame.key): frame for frame in frames}

@@ -34,15 +34,19 @@ class Breaker:
         self._pause_s = 0.0
         self._next_try_s = 0.0
         self._is_trying = False
-        self.opened = 0
 
     @property
     def is_open(self) -> bool:
         """Whether work is being refused or tried out."""
         return self._pause_s > 0
 
+    @property
+    def refuses(self) -> bool:
+        """Whether it is of no use to prepare an attempt now."""
+        return self._pause_s > 0 and self._clock() < self._next_try_s
+
     def allows(self) -> bool:
-        """Say whether to try; while open, yes once after each pause."""
+        """Say whether to make the attempt that is ready; while open, yes once after each pause."""
         if not self._pause_s:
             return True
         now = self._clock()
@@ -71,7 +75,6 @@ class Breaker:
         elif not self._pause_s and self._failures >= FAILURES:
             self._pause_s = FIRST_PAUSE_S
             self._next_try_s = self._clock() + FIRST_PAUSE_S
-            self.opened += 1
             logger.error(
                 "%s failed %d times in a row (%s): kvferry goes on without it, and tries again after 1 s, then less and "
                 "less often",

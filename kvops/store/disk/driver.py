@@ -15,13 +15,10 @@ import collections
 import contextlib
 import errno
 import logging
-import mmap
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-
-import numpy as np
 
 from kvferry.kvops.store import format as fmt
 from kvferry.kvops.store.arena import Arena
@@ -29,9 +26,10 @@ from kvferry.kvops.store.file_io import Completion, Direction, FileIo, Request
 from kvferry.kvops.trace import Stages, current
 
 from .files import BlobFiles, Place, Refusal
-from .format import TRUNCATED, header_area, pack_header_page
-from .headers import check_blob, header_for_disk
+from .format import TRUNCATED, UNREADABLE
+from .headers import take_in
 from .jobs import Move, Status
+from .requests import MERGED_BLOBS, HeaderPages, moves_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +41,9 @@ AFTER_ERROR_S = 0.01
 
 TRIES = 3
 """How often something is tried that the kernel asks to try again."""
+
+WORTH_WAKING = 64
+"""Moves that ended, after which somebody who waits is woken while others are still in flight."""
 
 REFUSALS = {
     Refusal.EXISTS: Status.EXISTS, Refusal.PENDING: Status.PENDING, Refusal.NO_ROOM: Status.NO_ROOM,
@@ -83,15 +84,14 @@ class Driver:
         self._io = io
         self._arena = arena
         self._parts = parts
-        self._area = header_area(parts)
         self._loads: collections.deque[Move] = collections.deque()
         self._saves: collections.deque[Move] = collections.deque()
         self._prepared: list[Request] = []
         self._flying: set[Move] = set()
-        self._memory = mmap.mmap(-1, io.depth * self._area)
-        self._pages = memoryview(self._memory)
-        self._pages_address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
-        self._free_pages = list(range(io.depth))
+        # asked for and not ended, wherever they are
+        self._unended: dict[Move, None] = {}
+        pages = io.depth * MERGED_BLOBS
+        self._pages = HeaderPages(pages, parts, arena.address, arena.buffer)
         self._is_stopping = self._has_ended = False
         self._report = report
         self._clock = clock
@@ -104,6 +104,7 @@ class Driver:
     def ask(self, moves: Iterable[Move]) -> None:
         """Queue moves; loads go first. Never waits."""
         for move in moves:
+            self._unended[move] = None
             (self._loads if move.direction is Direction.READ else self._saves).append(move)
         self._io.wake()
         if self._has_ended:
@@ -126,20 +127,28 @@ class Driver:
                 completions = self._reap()
                 self._finish(completions)
                 self._expire()
-                if not completions:
-                    self._sync_if_due()
+                if self.late or (
+                    self.ended and (not self._flying or len(self.ended) >= WORTH_WAKING)
+                ):
+                    self.changed.set()
+                self._sync_if_due()
                 self._report_at_times()
         except BaseException:
             logger.exception("the disk thread ended: kvferry goes on without the disk")
             self.is_broken = True
         finally:
             self._has_ended = True
-            self._give_back_waiting()
-            for request in self._prepared:
-                self._drop(self._move(request), Status.OFF)
-            # only if it broke: their memory stays the drive's, since nobody will ever know better
-            self._let_late(self._flying)
-            self.changed.set()
+            try:
+                self._give_back_waiting()
+                for request in self._prepared:
+                    for move in moves_of(request):
+                        self._drop(move, Status.OFF)
+            except Exception:
+                logger.exception("the disk thread could not give everything back")
+            finally:
+                # only if it broke: their memory stays the drive's, since nobody will ever know better
+                self._let_late(list(self._unended))
+                self.changed.set()
 
     def _give_back_waiting(self) -> None:
         for queue in (self._loads, self._saves):
@@ -148,14 +157,7 @@ class Driver:
                     self._drop(queue.popleft(), Status.OFF)
 
     def _submit(self) -> None:
-        room = self._io.depth - self._io.in_flight - len(self._prepared)
-        while room > 0 and self._free_pages and (self._loads or self._saves):
-            if self._is_stopping:
-                return
-            move = (self._loads or self._saves).popleft()
-            if self._begin(move):
-                self._prepared.append(self._prepare(move))
-                room -= 1
+        self._prepare()
         if not self._prepared:
             return
         try:
@@ -169,50 +171,70 @@ class Driver:
             self._refusals = 0
             refused, self._prepared = self._prepared, []
             for request in refused:
-                self._drop(self._move(request), Status.ERROR, f"submit: {error}")
+                for move in moves_of(request):
+                    self._drop(move, Status.ERROR, f"submit: {error}")
             return
         for request in self._prepared[:taken]:
-            move = self._move(request)
-            self._flying.add(move)
-            self.stages.record("queue", move.asked_s, request.submitted_s)
+            moves = moves_of(request)
+            self._flying.update(moves)
+            self.stages.record("queue", moves[0].asked_s, request.submitted_s)
         del self._prepared[:taken]
 
-    def _begin(self, move: Move) -> bool:
-        """Find a place for a save, or that of a load; False if the move ended for want of one."""
-        frame, files = move.frame, self._files
-        try:
-            if move.direction is Direction.WRITE:
-                place = files.begin_save(move.tag, frame.blob_bytes, self._parts)
-                if isinstance(place, Refusal):
-                    self._end(move, REFUSALS[place])
-                    return False
-                move.place = place
-                return True
-            move.place = files.begin_load(move.tag)
-        except OSError as error:
-            self._drop(move, Status.ERROR, f"open: {error}")
-            return False
-        found = move.place
-        if found is None or (found.blob_bytes, found.parts) != (frame.blob_bytes, self._parts):
-            self._drop(move, Status.MISSING)
-            return False
-        return True
+    def _prepare(self) -> None:
+        """Turn what was asked for into requests, as many as the engine may take now; loads first."""
+        if self._is_stopping:
+            return
+        room = self._io.depth - self._io.in_flight
+        waiting = len(self._prepared)
+        loads = sum(request.direction is Direction.READ for request in self._prepared)
+        made = self._make(self._loads, self._begin_loads, room - loads)
+        self._prepared[:0] = made
+        self._prepared += self._make(self._saves, self._begin_saves, room - waiting - len(made))
 
-    def _prepare(self, move: Move) -> Request:
-        move.page = self._free_pages.pop()
-        frame, place, at = move.frame, self._place(move), move.page * self._area
-        if move.direction is Direction.WRITE:
-            begin = time.monotonic()
-            header = header_for_disk(self._arena.buffer, frame, self._parts)
-            self.stages.record("checksum", begin, time.monotonic())
-            pack_header_page(
-                self._pages, at, generation=place.generation, blob_bytes=frame.blob_bytes, frame_header=header
-            )  # fmt: skip
-        pieces = (
-            (self._pages_address + at, self._area),
-            (self._arena.address + frame.offset, fmt.round_up(frame.blob_bytes, fmt.PAGE)),
-        )
-        return Request(move.direction, place.fd, place.offset, pieces, owner=move)
+    def _make(
+        self,
+        queue: collections.deque[Move],
+        begin: Callable[[list[Move]], list[Move]],
+        room: int,
+    ) -> list[Request]:
+        made: list[Request] = []
+        while queue and room > len(made) and self._pages.free >= MERGED_BLOBS:
+            # neighbours will share a request, whichever way round they were asked for
+            some = [queue.popleft() for _ in range(min(len(queue), MERGED_BLOBS))]
+            begun = sorted(begin(some), key=_where)
+            made += self._pages.requests(begun)
+        return made
+
+    def _begin_saves(self, moves: list[Move]) -> list[Move]:
+        """Find places for saves; return those that have one, the others are ended."""
+        wanted = [(move.tag, move.frame.blob_bytes) for move in moves]
+        begun = []
+        for move, answer in zip(moves, self._files.begin_saves(wanted, self._parts), strict=True):
+            if isinstance(answer, Place):
+                move.place = answer
+                begun.append(move)
+            elif isinstance(answer, Refusal):
+                self._end(move, REFUSALS[answer])
+            else:
+                self._end(move, Status.ERROR, f"open: {answer}")
+        return begun
+
+    def _begin_loads(self, moves: list[Move]) -> list[Move]:
+        """Find the places of loads; return those that have one, the others are ended."""
+        begun = []
+        answers = self._files.begin_loads([move.tag for move in moves])
+        for move, answer in zip(moves, answers, strict=True):
+            if isinstance(answer, OSError):
+                self._drop(move, Status.ERROR, f"open: {answer}")
+                continue
+            move.place = answer
+            if answer is None or (answer.blob_bytes, answer.parts) != (
+                move.frame.blob_bytes, self._parts,
+            ):  # fmt: skip
+                self._drop(move, Status.MISSING)
+            else:
+                begun.append(move)
+        return begun
 
     def _reap(self) -> list[Completion]:
         timeout_s = IDLE_S
@@ -231,20 +253,23 @@ class Driver:
         saved: list[Move] = []
         for completion in completions:
             request = completion.request
-            move = self._move(request)
-            self._flying.remove(move)
-            if completion.errno in (errno.EINTR, errno.EAGAIN) and move.tries < TRIES:
-                move.tries += 1
+            moves = moves_of(request)
+            self._flying.difference_update(moves)
+            if completion.errno in (errno.EINTR, errno.EAGAIN) and moves[0].tries < TRIES:
+                moves[0].tries += 1
                 self._prepared.append(request)
                 continue
+            if len(moves) > 1 and not completion.ok:
+                self._prepared += self._pages.alone(request)
+                continue
             self.stages.record("io", request.submitted_s, request.done_s)
-            if move.direction is Direction.READ:
-                self._finish_load(move, completion)
+            if request.direction is Direction.READ:
+                self._finish_loads(moves, completion)
             elif completion.ok:
-                saved.append(move)
+                saved += moves
             else:
-                self._files.abort_save(self._place(move))
-                self._end(move, Status.ERROR, _why(completion))
+                self._files.abort_save(self._place(moves[0]))
+                self._end(moves[0], Status.ERROR, _why(completion))
         if saved:
             self._publish(saved)
 
@@ -261,30 +286,29 @@ class Driver:
         for move in saved:
             self._end(move, Status.DONE)
 
-    def _finish_load(self, move: Move, completion: Completion) -> None:
+    def _finish_loads(self, moves: list[Move], completion: Completion) -> None:
         if completion.errno:
-            # the drive may be able to read it another time
-            self._fail_load(move, Status.ERROR, _why(completion), None)
+            # the drive may be able to read it another time, but not a third
+            bad = UNREADABLE if moves[0].is_second else None
+            self._fail_load(moves[0], Status.ERROR, _why(completion), bad)
             return
         if not completion.ok:
-            self._fail_load(move, Status.CORRUPT, _why(completion), TRUNCATED)
+            self._fail_load(moves[0], Status.CORRUPT, _why(completion), TRUNCATED)
             return
-        at = move.page * self._area
         begin = time.monotonic()
-        found = check_blob(
-            self._pages[at : at + self._area], self._arena.buffer, move.frame, self._place(move), self._parts
-        )  # fmt: skip
+        buffer, parts = self._arena.buffer, self._parts
+        sound: list[Move] = []
+        for move in moves:
+            place = self._place(move)
+            reason = take_in(self._pages.page(move), buffer, move.frame, place, parts)
+            if reason is None:
+                sound.append(move)
+            else:
+                self._fail_load(move, Status.CORRUPT, reason, reason)
         self.stages.record("checksum", begin, time.monotonic())
-        if isinstance(found, str):
-            self._fail_load(move, Status.CORRUPT, found, found)
-            return
-        for rank, _, algorithm, offset, size, value in found.parts:
-            part = move.frame.header + fmt.HEADER_FIXED_BYTES + rank * fmt.PART_BYTES
-            fmt.PART.pack_into(
-                self._arena.buffer, part, rank, fmt.PartState.READY, algorithm, 0, offset, size, value
-            )  # fmt: skip
-        self._files.end_load(self._place(move))
-        self._end(move, Status.DONE)
+        self._files.end_loads([self._place(move) for move in sound])
+        for move in sound:
+            self._end(move, Status.DONE)
 
     def _fail_load(self, move: Move, status: Status, why: str, bad: str | None) -> None:
         self._mark_failed(move)
@@ -303,11 +327,10 @@ class Driver:
             while queue and queue[0].deadline_s <= now:
                 # not the drive's fault
                 self._drop(queue.popleft(), Status.BUSY)
-        waiting = [self._move(request) for request in self._prepared]
-        for move in [move for move in waiting if move.deadline_s <= now]:
-            del self._prepared[waiting.index(move)]
-            waiting.remove(move)
-            self._drop(move, Status.BUSY)
+        for request in [r for r in self._prepared if moves_of(r)[0].deadline_s <= now]:
+            self._prepared.remove(request)
+            for move in moves_of(request):
+                self._drop(move, Status.BUSY)
         self._let_late(move for move in self._flying if move.deadline_s <= now)
 
     def _let_late(self, moves: Iterable[Move]) -> None:
@@ -315,7 +338,6 @@ class Driver:
             if not move.is_late:
                 move.is_late = True
                 self.late.append(move)
-                self.changed.set()
 
     def _drop(self, move: Move, status: Status, why: str = "") -> None:
         """Give back a move that no drive has touched, and its place on the disk if it has one."""
@@ -329,13 +351,11 @@ class Driver:
 
     def _end(self, move: Move, status: Status, why: str = "") -> None:
         """Give a move back, whose place on the disk has been settled."""
-        if move.page >= 0:
-            self._free_pages.append(move.page)
-            move.page = -1
+        self._pages.give_back(move)
         move.place = None
         move.status, move.why = status, why
+        self._unended.pop(move, None)
         self.ended.append(move)
-        self.changed.set()
 
     def _sync_if_due(self) -> None:
         try:
@@ -358,11 +378,10 @@ class Driver:
         assert move.place is not None, "the move has begun"
         return move.place
 
-    @staticmethod
-    def _move(request: Request) -> Move:
-        move = request.owner
-        assert isinstance(move, Move)
-        return move
+
+def _where(move: Move) -> tuple[int, int]:
+    assert move.place is not None, "the move has begun"
+    return move.place.segment, move.place.slot
 
 
 def _why(completion: Completion) -> str:

@@ -18,13 +18,13 @@ too little costs a blob, and one that says too much costs a read:
   is saved.
 
 Wrong bytes are thus impossible under every sync policy. Loss when power fails: "always" nothing that was published;
-"batch" up to 1 s or 256 blobs; "never" whatever the kernel had not written. A killed process loses nothing published.
+"batch" up to 1 s; "never" whatever the kernel had not written. A killed process loses nothing published.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvferry.kvops.errors import DiskError
@@ -33,11 +33,12 @@ from kvferry.kvops.store.file_io import FileIo
 
 from . import folder as folders
 from . import format as disk
+from . import many
 from . import records as rec
 from .account import Account
 from .book import BATCH, NEVER, SYNC_POLICIES, Book
 from .check import check_blob
-from .places import Entry, Place, Refusal, entry_of, place_of
+from .places import Answer, Entry, Place, Refusal, Tag, entry_of, place_of
 from .room import Room
 from .segments import MIN_QUOTA_BYTES, Segments
 from .slots import SlotClass, Slots, SlotSize
@@ -66,15 +67,6 @@ class BlobFiles:
         self._classes: dict[tuple[int, int], SlotClass] = {}
         self._bad: dict[str, int] = dict.fromkeys(disk.REASONS[1:], 0)
         self.is_closed = False
-
-    @staticmethod
-    def prepare(folder: Path) -> None:
-        """Make the folder if need be, for this user only, and refuse one that can't be used.
-
-        Raises:
-            DiskError: the message says why.
-        """
-        folders.prepare(folder, create=True)
 
     @classmethod
     def open(
@@ -137,15 +129,15 @@ class BlobFiles:
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
-    def contains(self, tag: tuple[int, int]) -> bool:
+    def contains(self, tag: Tag) -> bool:
         """Return whether the blob of *tag* can be loaded. Takes no lock, may be a moment early or late."""
         return self._table.contains(tag)
 
-    def blob_bytes(self, tag: tuple[int, int]) -> int:
+    def blob_bytes(self, tag: Tag) -> int:
         """Return the bytes of the blob of *tag*, 0 if it can't be loaded. Takes no lock, as :meth:`contains`."""
         return self._table.blob_bytes(tag)
 
-    def begin_save(self, tag: tuple[int, int], blob_bytes: int, parts: int) -> Place | Refusal:
+    def begin_save(self, tag: Tag, blob_bytes: int, parts: int) -> Place | Refusal:
         """Return a slot for a blob, giving others up if need be, or why there is none.
 
         The slot is the caller's until :meth:`end_save` or :meth:`abort_save`.
@@ -155,29 +147,43 @@ class BlobFiles:
             OSError: the disk refused a new segment. The next 64 saves make do without one where they can.
         """
         with self._lock:
-            book, room = self._check_writable()
-            entry = self._table.find(tag)
-            if entry >= 0:
-                is_saving = self._slots.facts(entry)[0] == State.SAVING
-                return Refusal.PENDING if is_saving else Refusal.EXISTS
-            slot_class = self._classes.get((blob_bytes, parts))
-            if slot_class is None:
-                if blob_bytes < 1:
-                    raise ValueError(f"blob_bytes must be at least 1; got {blob_bytes}")
-                if not 0 < parts <= fmt.MAX_PARTS:
-                    raise ValueError(f"parts must be 1 to {fmt.MAX_PARTS}; got {parts}")
-                size = SlotSize(disk.slot_bytes_for(blob_bytes, parts), disk.header_area(parts))
-                if not self._segments.slots_needed(size):
-                    return Refusal.NO_ROOM
-                slot_class = self._classes[blob_bytes, parts] = self._slots.class_of(size)
-            while not slot_class.open_segments:
-                if not room.make(slot_class):
-                    return Refusal.NO_ROOM
-            # first what can fail
-            self._segments.fd(slot_class.open_segments[-1])
-            entry = self._slots.take(slot_class)
-            self._slots.begin(entry, tag, book.take_generation(), blob_bytes, parts)
-            return place_of(self._slots, entry)
+            return self._begin_save(tag, blob_bytes, parts)
+
+    def begin_saves(self, wanted: Sequence[tuple[Tag, int]], parts: int) -> list[Answer]:
+        """As :meth:`begin_save` for many, each a tag and its blob's bytes; an error is an answer too."""
+        with self._lock:
+            return [self._try_save(tag, blob_bytes, parts) for tag, blob_bytes in wanted]
+
+    def _try_save(self, tag: Tag, blob_bytes: int, parts: int) -> Answer:
+        try:
+            return self._begin_save(tag, blob_bytes, parts)
+        except OSError as error:
+            return error
+
+    def _begin_save(self, tag: Tag, blob_bytes: int, parts: int) -> Place | Refusal:
+        book, room = self._check_writable()
+        entry = self._table.find(tag)
+        if entry >= 0:
+            is_saving = self._slots.facts(entry)[0] == State.SAVING
+            return Refusal.PENDING if is_saving else Refusal.EXISTS
+        slot_class = self._classes.get((blob_bytes, parts))
+        if slot_class is None:
+            if blob_bytes < 1:
+                raise ValueError(f"blob_bytes must be at least 1; got {blob_bytes}")
+            if not 0 < parts <= fmt.MAX_PARTS:
+                raise ValueError(f"parts must be 1 to {fmt.MAX_PARTS}; got {parts}")
+            size = SlotSize(disk.slot_bytes_for(blob_bytes, parts), disk.header_area(parts))
+            if not self._segments.slots_needed(size):
+                return Refusal.NO_ROOM
+            slot_class = self._classes[blob_bytes, parts] = self._slots.class_of(size)
+        while not slot_class.open_segments:
+            if not room.make(slot_class):
+                return Refusal.NO_ROOM
+        # first what can fail
+        self._segments.fd(slot_class.open_segments[-1])
+        entry = self._slots.take(slot_class)
+        self._slots.begin(entry, tag, book.take_generation(), blob_bytes, parts)
+        return place_of(self._slots, entry)
 
     def end_save(self, saved: Sequence[tuple[Place, bytes]]) -> None:
         """Publish blobs that were written, each with its namespace, by one append to the journal.
@@ -188,18 +194,15 @@ class BlobFiles:
         with self._lock:
             book, _ = self._check_writable()
             now = int(time.time())
+            tags = {namespace: disk.namespace_tag(namespace) for _, namespace in saved}
             puts = {}
             for place, namespace in saved:
                 self._check_saving(place)
-                puts[place.entry] = rec.pack_record(
-                    place.tag, place.generation, place.segment, place.slot, kind=rec.Kind.PUT,
-                    blob_bytes=place.blob_bytes, namespace=disk.namespace_tag(namespace), seconds=now,
-                    parts=place.parts,
-                )  # fmt: skip
+                puts[place.entry] = rec.pack_put(place, tags[namespace], now)
                 self._slots.segments[place.segment].is_unsynced = True
             book.write(puts)
             for place, namespace in saved:
-                self._slots.publish(place.entry, disk.namespace_tag(namespace), now)
+                self._slots.publish(place.entry, tags[namespace], now)
             book.rewrite_if_wasteful()
 
     def abort_save(self, place: Place) -> None:
@@ -217,20 +220,27 @@ class BlobFiles:
 
     # --- loading ---------------------------------------------------------------------------------------------------
 
-    def begin_load(self, tag: tuple[int, int]) -> Place | None:
+    def begin_load(self, tag: Tag) -> Place | None:
         """Hold the slot of a blob until :meth:`end_load`, which must come; None if there is no such blob.
 
         Raises:
             OSError: its segment can't be opened; nothing is held.
         """
+        (answer,) = self.begin_loads([tag])
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    def begin_loads(self, tags: Sequence[Tag]) -> list[Place | OSError | None]:
+        """As :meth:`begin_load` for many; an error is an answer too."""
         with self._lock:
             self._check_open()
-            entry = self._table.find(tag)
-            if entry < 0 or self._slots.facts(entry)[0] != State.READY:
-                return None
-            self._segments.fd(self._slots.of(entry))
-            self._slots.hold(entry, counts_as_use=True)
-            return place_of(self._slots, entry)
+            return many.hold_ready(self._slots, self._segments, tags)
+
+    def end_loads(self, places: Iterable[Place]) -> None:
+        """Let go of slots whose blobs are sound."""
+        with self._lock:
+            many.let_go(self._slots, places)
 
     def end_load(self, place: Place, *, bad: str | None = None) -> None:
         """Let go of a slot.
@@ -252,7 +262,7 @@ class BlobFiles:
                         book.write({})
             self._slots.let_go(place.entry)
 
-    def remove(self, tags: Sequence[tuple[int, int]]) -> list[bool]:
+    def remove(self, tags: Sequence[Tag]) -> list[bool]:
         """Forget blobs; say of each whether it was there. One that is being saved stays.
 
         Raises:
@@ -309,8 +319,7 @@ class BlobFiles:
     def check(self, entry: Entry) -> str | None:
         """Read one blob whole and return which of format.py's REASONS it can't be used for, or None.
 
-        Beside a live owner "stale", "checksum" and "header" may also mean that the slot was used again since it was
-        listed: list anew and look whether it is still there.
+        Beside a live owner that may also mean that the slot was used again since it was listed: list anew, and look.
         """
         place = entry.place
         with self._lock:
@@ -352,11 +361,6 @@ class BlobFiles:
         """
         with self._lock:
             return self._account.sweep(*self._check_writable())
-
-    @staticmethod
-    def wipe(folder: Path, io: FileIo) -> dict[str, int]:
-        """Delete all blobs and files of ours in a folder that nobody owns; see :func:`folder.wipe`."""
-        return folders.wipe(io, folder)
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

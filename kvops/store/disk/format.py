@@ -101,7 +101,7 @@ CHECKED_BYTES = 56
 """Every structure has its check word there."""
 
 _SUPERBLOCK = struct.Struct("<8sIIQIIQQQ")
-_PREAMBLE = struct.Struct("<8sIIQQQQQ")
+PREAMBLE = struct.Struct("<8sIIQQQQQ")
 _CHECK = struct.Struct("<Q")
 _ZERO_WORD = bytes(8)
 
@@ -142,7 +142,7 @@ class Part(NamedTuple):
     checksum: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class BlobHeader:
     """A sound header page.
 
@@ -247,7 +247,7 @@ def pack_header_page(
             f"frame_header must be {size} bytes for its {count} parts (1 to {fmt.MAX_PARTS}); got {len(frame_header)}"
         )
     frame = _ZERO_WORD + bytes(frame_header[8:size])
-    fixed = _PREAMBLE.pack(
+    fixed = PREAMBLE.pack(
         BLOB_MAGIC, FORMAT_VERSION, size, generation, blob_bytes, time.time_ns(), 0, 0
     )
     used = fixed + _CHECK.pack(xxhash.xxh3_64_intdigest(fixed + frame)) + frame
@@ -262,7 +262,7 @@ def read_header_page(page: bytes | bytearray | memoryview) -> BlobHeader | str:
     """
     if len(page) < PREAMBLE_BYTES:
         return TRUNCATED
-    magic, version, size, generation, blob_bytes, written, _, _ = _PREAMBLE.unpack_from(page)
+    magic, version, size, generation, blob_bytes, written, _, _ = PREAMBLE.unpack_from(page)
     if magic != BLOB_MAGIC:
         return MAGIC if any(page[:PREAMBLE_BYTES]) else EMPTY
     if version > FORMAT_VERSION:

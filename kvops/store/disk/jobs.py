@@ -89,6 +89,7 @@ class Move:
         place: where on the disk; the driver holds it while it needs it.
         page: number of the driver's header page that it uses; -1: none.
         tries: how often it was tried again.
+        is_second: a read of this blob failed before.
         is_late: the deadline has passed, and the answer been given.
     """
 
@@ -104,4 +105,5 @@ class Move:
     place: Place | None = None
     page: int = -1
     tries: int = 0
+    is_second: bool = False
     is_late: bool = False

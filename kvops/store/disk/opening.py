@@ -25,6 +25,7 @@ def open_tier(store: Store, settings: Config) -> DiskTier:
     Raises:
         ConfigError: the settings have no ``disk_path``.
         DiskError: the folder can't be used; the message says why.
+        OSError: the disk is full, or failed.
     """
     if settings.disk_path is None:
         raise ConfigError("disk_path must be a folder; got null")
@@ -46,6 +47,12 @@ def open_tier(store: Store, settings: Config) -> DiskTier:
         write=settings.disk_write,
         admission=settings.disk_admission,
         timeout_s=settings.disk_timeout_ms / 1000,
-        hold_s=settings.pending_timeout_ms / 1000,
+        # longer than whoever asked for the first chunk of a prefix waits for its last
+        hold_s=2 * settings.pending_timeout_ms / 1000 + 1,
     )
-    return DiskTier(store, files, io, policy)
+    try:
+        return DiskTier(store, files, io, policy)
+    except BaseException:
+        files.close()
+        io.close(0.0)
+        raise

@@ -61,6 +61,13 @@ class Entry:
         return not self.reason
 
 
+Tag = tuple[int, int]
+"""What a blob is known by: two 64-bit hashes."""
+
+Answer = Place | Refusal | OSError
+"""To who wants to save."""
+
+
 def place_of(slots: Slots, entry: int) -> Place:
     """Return the place of a slot as it is now."""
     segment = slots.of(entry)

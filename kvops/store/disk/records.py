@@ -18,6 +18,7 @@ from .format import (
     check_holds,
     with_check,
 )
+from .places import Place
 
 JOURNAL_MAGIC = b"KVFJRNL1"
 RECORD_BYTES = 64
@@ -91,6 +92,16 @@ def pack_record(
             *tag, generation, segment, slot, blob_bytes, namespace, seconds, kind, reason, parts
         )
     )
+
+
+def pack_put(place: Place, namespace: int, seconds: int) -> bytes:
+    """Return the record of a blob that was saved; *namespace* is a tag."""
+    low, high = place.tag
+    fixed = _RECORD.pack(
+        low, high, place.generation, place.segment, place.slot, place.blob_bytes, namespace, seconds, Kind.PUT, 0,
+        place.parts,
+    )  # fmt: skip
+    return fixed + _CHECK.pack(xxhash.xxh3_64_intdigest(fixed))
 
 
 def seal_records(records: memoryview) -> None:

@@ -86,6 +86,7 @@ class Segments:
         self._folder = folder
         self.quota_bytes = quota_bytes
         self._free_floor_bytes = free_floor_bytes
+        self._said_floor = False
         self._durable = durable
         self._read_only = read_only
         self._open: dict[Segment, None] = {}
@@ -184,6 +185,12 @@ class Segments:
         )
         free = os.statvfs(self._folder)
         if free.f_bavail * free.f_frsize - block.file_bytes < self._free_floor_bytes:
+            if not self._said_floor:
+                self._said_floor = True
+                logger.warning(
+                    "disk tier: %s takes no more: its file system would have less than %d bytes free",
+                    self._folder, self._free_floor_bytes,
+                )  # fmt: skip
             return False
         segment = Segment(block)
         segment.fd = self._create(block)

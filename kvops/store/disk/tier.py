@@ -18,13 +18,14 @@ from kvferry.kvops.store.frame import Frame
 from kvferry.kvops.store.store import Reserve, Store
 
 from . import last_run
-from .admission import Admission, Policy, Tag
-from .breaker import Breaker
+from .admission import Admission, Policy, by_tag
 from .driver import Driver
 from .files import BlobFiles
 from .format import blob_tag
 from .fresh import Fresh
+from .health import FAILURES, VERBS, Health
 from .jobs import Handle, Move, Status
+from .places import Tag
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +62,11 @@ class DiskTier:
         self._policy = policy or Policy()
         self._clock = clock
         self._admission = Admission(self._policy)
-        self._breakers = {
-            direction: Breaker(f"{verb} {files.folder}", clock)
-            for direction, verb in (
-                (Direction.WRITE, "saving to"),
-                (Direction.READ, "loading from"),
-            )
-        }
+        self._health = Health(files.folder, clock)
         self._saving_bytes = self._loading_bytes = 0
         self._saving: set[tuple[int, int]] = set()
         self._loading: dict[tuple[bytes, bytes], Move] = {}
+        self._was_stored = False
         self._to_start: list[Move] = []
         self._fresh = Fresh(store)
         self._is_closed = self._has_ended = False
@@ -91,32 +87,27 @@ class DiskTier:
         """Return whether a chunk is on its way up."""
         return (self._store.namespace, key) in self._loading
 
-    def is_fresh(self, key: bytes) -> bool:
+    def is_fresh(self, frame: Frame) -> bool:
         """Return whether a chunk came up and nobody has read it yet."""
-        frame = self._store.frames.get(key)
-        return frame is not None and frame in self._fresh
-
-    @property
-    def is_loading_any(self) -> bool:
-        """Whether anything is on its way up."""
-        return bool(self._loading)
+        return frame in self._fresh
 
     # --- going down --------------------------------------------------------------------------------------------
 
     def stored(self, frames: Iterable[Frame]) -> None:
         """Note chunks that have just become readable; save those that are worth it."""
-        tagged = _by_tag(frames)
+        tagged = by_tag(frames)
+        self._was_stored = True
         self._save_new(tagged, self._admission.stored(tagged))
 
     def used(self, frames: Iterable[Frame]) -> None:
         """Note chunks that were hit in memory: what is reused is worth a write, if it has none yet."""
-        tagged = _by_tag(frames)
+        tagged = by_tag(frames)
         self._save_new(tagged, self._admission.used(tagged))
 
     def _relieve(self) -> None:
         """Under pressure: save what would be evicted next."""
         if self._store.free_share() < PRESSURE:
-            tagged = _by_tag(self._store.coldest(PRESSURE_BATCH))
+            tagged = by_tag(self._store.coldest(PRESSURE_BATCH))
             self._save_new(tagged, [tag for tag in tagged if tag in self._admission])
 
     def _save_new(self, frames: Mapping[Tag, Frame], tags: Iterable[Tag]) -> None:
@@ -153,7 +144,7 @@ class DiskTier:
     def _save(self, frames: Sequence[Frame | None], handle: Handle) -> None:
         moves: list[Move] = []
         now, asked = self._clock(), time.monotonic()
-        allowed = not self._is_off(Direction.WRITE)
+        allowed, words = not self._is_off(Direction.WRITE), self._store.arena.words
         for at, frame in enumerate(frames):
             if frame is None:
                 continue
@@ -173,12 +164,14 @@ class DiskTier:
             if tag in self._saving:
                 handle.answer(at, Status.PENDING)
                 continue
-            try:
-                self._store.pin((frame,))
-            except ValueError:
+            if words[frame.word] != frame.ready:
                 # a worker has just found it corrupt
                 handle.answer(at, Status.MISSING)
                 continue
+            if not self._health.allows(Direction.WRITE):
+                handle.answer(at, Status.OFF)
+                continue
+            self._store.pin((frame,))
             self._saving.add(tag)
             self._saving_bytes = bytes_after
             moves.append(
@@ -237,11 +230,16 @@ class DiskTier:
         blob_bytes = self._files.blob_bytes(tag)
         if not blob_bytes or blob_bytes % store.parts:
             return Status.MISSING
-        # half of the arena stays for those who compute
-        room = min(self._policy.max_inflight_bytes, store.arena.arena_bytes // 2)
-        bytes_before = self._loading_bytes + self._fresh.num_bytes
-        if bytes_before and bytes_before + blob_bytes > room:
+        if self._health.is_too_early(tag):
+            return Status.MISSING
+        bytes_after = self._loading_bytes + blob_bytes
+        if self._loading_bytes and bytes_after > self._policy.max_inflight_bytes:
             return Status.BUSY
+        # half of the arena stays for those who compute; what came up is to be read before more of it
+        if self._fresh.num_bytes + bytes_after > max(store.arena.arena_bytes // 2, blob_bytes):
+            return Status.BUSY if self._loading_bytes else Status.NO_ROOM
+        if not self._health.allows(Direction.READ):
+            return Status.OFF
         (answer,) = store.reserve([key], blob_bytes, tokens=tokens)
         if not isinstance(answer, Frame):
             return _RESERVED[answer]
@@ -249,6 +247,7 @@ class DiskTier:
         self._loading_bytes += blob_bytes
         until_s = now + self._policy.timeout_s
         move = Move(Direction.READ, answer, tag, handle, at, time.monotonic(), until_s)
+        move.is_second = self._health.has_failed(tag)
         self._loading[store.namespace, key] = move
         return move
 
@@ -271,57 +270,60 @@ class DiskTier:
         while driver.late:
             move = driver.late.popleft()
             self._answer(move, Status.TIMEOUT, "no answer in time")
-        while driver.ended:
-            self._take_back(driver.ended.popleft())
+        if driver.ended:
+            self._take_back([driver.ended.popleft() for _ in range(len(driver.ended))])
+        self._health.settle()
         self._fresh.expire(now)
-        if self._policy.write == "pressure":
+        if self._policy.write == "pressure" and self._was_stored:
+            self._was_stored = False
             self._relieve()
 
-    def _take_back(self, move: Move) -> None:
-        store, frame = self._store, move.frame
-        status = move.status
-        if move.direction is Direction.WRITE:
-            self._saving_bytes -= frame.blob_bytes
-            self.counts["skipped_busy"] += status is Status.BUSY
-            store.unpin((frame,))
-            self._saving.discard(move.tag)
-            self.counts["skipped_no_room"] += status is Status.NO_ROOM
-            if status is Status.DONE:
-                self.counts["saved"] += 1
-                self.counts["saved_bytes"] += frame.blob_bytes
-        else:
-            self._loading_bytes -= frame.blob_bytes
-            del self._loading[frame.namespace, frame.key]
-            store.unguard(frame)
-            if status is not Status.DONE:
+    def _take_back(self, moves: Iterable[Move]) -> None:
+        loaded: list[Move] = []
+        store = self._store
+        for move in moves:
+            frame, status = move.frame, move.status
+            if move.direction is Direction.READ:
+                self._loading_bytes -= frame.blob_bytes
+                del self._loading[frame.namespace, frame.key]
+                store.unguard(frame)
+                if status is Status.DONE:
+                    loaded.append(move)
+                    continue
                 store.abort((frame,))
-            elif store.commit((frame,))[0]:
-                self.counts["loaded"] += 1
-                self.counts["loaded_bytes"] += frame.blob_bytes
-                self._fresh.add(frame, self._clock() + self._policy.hold_s)
             else:
-                # the cache was reset meanwhile
-                status = Status.MISSING
-        self._answer(move, status, move.why)
+                self._saving_bytes -= frame.blob_bytes
+                self._saving.discard(move.tag)
+                store.unpin((frame,))
+                if status is Status.DONE:
+                    self._count("saved", frame)
+                elif status in (Status.NO_ROOM, Status.BUSY):
+                    self.counts[f"skipped_{status.value}"] += 1
+            self._answer(move, status, move.why)
+        until_s = self._clock() + self._policy.hold_s
+        committed = store.commit([move.frame for move in loaded])
+        for move, is_there in zip(loaded, committed, strict=True):
+            # or it was reset meanwhile
+            self._answer(move, Status.DONE if is_there else Status.MISSING, "")
+            if is_there:
+                self._count("loaded", move.frame)
+                self._fresh.add(move.frame, until_s)
+
+    def _count(self, what: str, frame: Frame) -> None:
+        self.counts[what] += 1
+        self.counts[f"{what}_bytes"] += frame.blob_bytes
 
     def _answer(self, move: Move, status: Status, why: str) -> None:
         if move.is_late and status is not Status.TIMEOUT:
             # it was answered, and counted, when its deadline passed
             return
-        breaker = self._breakers[move.direction]
-        verb = "save" if move.direction is Direction.WRITE else "load"
-        if status in (Status.ERROR, Status.TIMEOUT, Status.CORRUPT):
-            self.counts[f"{verb}_{status.value}"] += 1
-            if not breaker.is_open:
-                logger.warning("%s of chunk %s: %s", verb, move.frame.key.hex()[:12], why)
-        if status in (Status.ERROR, Status.TIMEOUT):
-            breaker.failed(why)
-        elif status in (Status.DONE, Status.CORRUPT):
-            breaker.succeeded()
+        if status in FAILURES:
+            self.counts[f"{VERBS[move.direction]}_{status.value}"] += 1
+        self._health.note(move, status, why)
         move.handle.answer(move.at, status)
 
     def _is_off(self, direction: Direction) -> bool:
-        return self._is_closed or self._driver.is_broken or not self._breakers[direction].allows()
+        return self._is_closed or self._driver.is_broken or self._health.refuses(direction)
 
     # --- life --------------------------------------------------------------------------------------------------
 
@@ -336,11 +338,12 @@ class DiskTier:
             self._driver.changed.wait(min(left_s, 0.1))
 
     def give_way(self, timeout_s: float) -> None:
-        """Wait until something has ended, *timeout_s* seconds at the most: for steps that have nothing else to do."""
-        self._driver.changed.wait(timeout_s)
+        """If something is under way, wait until something has ended: for steps that have nothing else to do."""
+        if self._loading or self._saving:
+            self._driver.changed.wait(timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait for everything that was asked for, and bring it to the drive; False if time ran out."""
+        """Wait for everything that was asked for; False if time ran out. How durable it is then, the sync policy says."""
         until_s = time.monotonic() + timeout_s
         self._start()
         while self._saving or self._loading:
@@ -348,11 +351,6 @@ class DiskTier:
                 return False
             self._driver.changed.wait(0.01)
             self.poll()
-        try:
-            self._files.sync_now()
-        except OSError as error:
-            logger.warning("%s: %s", self._files.folder, error)
-            return False
         return True
 
     def stats(self) -> dict[str, int]:
@@ -362,8 +360,8 @@ class DiskTier:
             **self.counts,
             "not_admitted": self._admission.refused,
             "inflight_bytes": self._saving_bytes + self._loading_bytes,
-            "saves_off": int(self._breakers[Direction.WRITE].is_open),
-            "loads_off": int(self._breakers[Direction.READ].is_open),
+            "saves_off": int(self._health.is_off(Direction.WRITE)),
+            "loads_off": int(self._health.is_off(Direction.READ)),
         }
 
     def stages(self) -> dict[str, dict[str, float]]:
@@ -390,11 +388,13 @@ class DiskTier:
             self._has_ended = self._io.close(timeout_s / 2)
         self.poll()
         self._fresh.let_go_all()
-        self._report()
         if self._has_ended:
+            self._report()
             self._files.close()
+        else:
+            _stuck.append(self)
         return self._has_ended
 
 
-def _by_tag(frames: Iterable[Frame]) -> dict[Tag, Frame]:
-    return {blob_tag(frame.namespace, frame.key): frame for frame in frames}
+_stuck: list[DiskTier] = []
+"""Tiers whose drive has not answered: the memory that it may still write stays while the process lives."""

@@ -58,7 +58,7 @@ def wipe(folder: Path, args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         return {"folder": str(folder), "wiped": False, "files": 0, "bytes": 0}, EXIT_OTHER
     io = ThreadIo(threads=1)
     try:
-        counts = BlobFiles.wipe(folder, io)
+        counts = folders.wipe(io, folder)
     finally:
         io.close(10.0)
     return {"folder": str(folder), "wiped": True, **counts}, EXIT_FINE

@@ -12,6 +12,7 @@ import os
 import pytest
 
 from kvferry.kvops.errors import DiskBusyError, DiskError
+from kvferry.kvops.store.disk import requests
 from kvferry.kvops.store.disk.jobs import MOVED_NOTHING, Status
 from kvferry.kvops.store.io_aio import AioIo
 from kvferry.kvops.store.io_fault_table import TABLE, Effect
@@ -163,6 +164,12 @@ def matrix(operation):
 
 def test_no_fault_is_forgotten():
     assert set(ROWS) == set(CELLS)
+
+
+@pytest.fixture(autouse=True)
+def one_request_a_blob(monkeypatch):
+    """Neighbours travel together otherwise, and a fault would meet all of them; see test_merging.py for those."""
+    monkeypatch.setattr(requests, "MERGED_BLOBS", 1)
 
 
 @pytest.fixture
@@ -441,7 +448,7 @@ def test_a_thread_that_breaks_answers_and_takes_nothing_more(world, caplog, monk
         monkeypatch.setattr(tier._driver, "is_broken", False)
         handle = tier.load(OLD, wait=True)
         assert handle.statuses == [Status.OFF] * COUNT
-        assert not tier.is_loading_any
+        assert not tier._loading
         monkeypatch.setattr(tier._driver, "is_broken", True)
     assert tier.close(DEADLINE_S)
     assert "a defect" in caplog.text

@@ -8,9 +8,10 @@ import pytest
 
 from kvferry.kvops.errors import DiskBusyError, DiskError
 from kvferry.kvops.store.disk import book
+from kvferry.kvops.store.disk import folder as folders
 from kvferry.kvops.store.disk import format as disk
 from kvferry.kvops.store.disk import segments as seg
-from kvferry.kvops.store.disk.files import BlobFiles, Place, Refusal
+from kvferry.kvops.store.disk.files import Place, Refusal
 
 from .blobs import (
     MIB,
@@ -281,7 +282,7 @@ def test_a_failed_publish_publishes_nothing_and_can_be_tried_again(
 ):
     if sync == "never" and call == "sync":
         pytest.skip("it never syncs")
-    monkeypatch.setattr(book, "BATCH_BLOBS", 2)
+    monkeypatch.setattr(book, "BATCH_S", 0.0)
     files = open_files(sync=sync)
     save(files, io, 1, 2)
     places = [files.begin_save(tag(n), 3000, 1) for n in (3, 4, 5)]
@@ -323,15 +324,16 @@ def test_always_syncs_data_before_records_and_batch_puts_it_off(open_files, io, 
     assert calls == [("sync", "seg"), ("write", "index"), ("sync", "index")]
     files.close()
     files = open_files(sync="batch")
-    monkeypatch.setattr(book, "BATCH_BLOBS", 3)
     monkeypatch.setattr(book, "BATCH_S", 3600.0)
     calls.clear()
     note(files, 2)
     note(files, 3)
     files.sync_if_due()
     assert calls == [("write", "index")] * 2
+    monkeypatch.setattr(book, "BATCH_S", 0.0)
     note(files, 4)
     assert calls[2:] == [("write", "index"), ("sync", "seg"), ("sync", "index")]
+    monkeypatch.setattr(book, "BATCH_S", 3600.0)
     note(files, 5)
     monkeypatch.setattr(book, "BATCH_S", 0.0)
     files.sync_if_due()
@@ -476,7 +478,7 @@ def test_two_owners_are_one_too_many(open_files, folder):
     with pytest.raises(DiskBusyError, match=rf"in use by another process \(pid {os.getpid()}\)"):
         open_files()
     with pytest.raises(DiskBusyError):
-        BlobFiles.wipe(folder, files._io)
+        folders.wipe(files._io, folder)
     files.close()
     open_files()
 

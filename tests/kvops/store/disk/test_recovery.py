@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.kvops.errors import DiskBusyError, DiskDamagedError, DiskError
+from kvferry.kvops.store.disk import folder as folders
 from kvferry.kvops.store.disk import format as disk
 from kvferry.kvops.store.disk import records as rec
 from kvferry.kvops.store.disk.files import BlobFiles
@@ -249,7 +250,7 @@ def test_a_journal_of_a_later_version_is_refused_and_can_be_wiped(open_files, io
     with pytest.raises(DiskError, match=f"written by a later kvferry.*kvferry disk wipe {folder}"):
         open_files()
     assert {**contents(folder), "lock": 0} == {**before, "lock": 0}
-    counts = BlobFiles.wipe(folder, io)
+    counts = folders.wipe(io, folder)
     assert counts["files"] == 2
     assert counts["bytes"] > 16 * MIB
     assert names(folder) == ["lock", "mine.txt"]
@@ -262,7 +263,7 @@ def test_wipe_takes_the_quarantine_and_what_was_unfinished_along(open_files, io,
     (folder / "stats.json").touch()
     change(0, b"X")(folder / FIRST)
     open_files().close()
-    BlobFiles.wipe(folder, io)
+    folders.wipe(io, folder)
     assert names(folder) == ["lock"]
     assert not (folder / "quarantine").exists()
 

@@ -211,17 +211,17 @@ def test_what_came_up_stays_until_it_is_claimed_or_its_time_is_over(world, tier)
     saved(world, [key(1)], MIB)
     tier = world.reopen(policy=Policy(hold_s=1e9))
     assert statuses(tier.load([key(1)], wait=True)) == [DONE]
-    assert tier.is_fresh(key(1))
+    assert tier.is_fresh(world.store.frames[key(1)])
     put(world.store, keys(60, first=100), MIB)
     frame = world.store.frames[key(1)]
     tier.claimed([frame])
-    assert not tier.is_fresh(key(1))
+    assert not tier.is_fresh(world.store.frames[key(1)])
     put(world.store, keys(60, first=200), MIB)
     assert world.store.lookup([key(1)]) == [Lookup.MISS]
     tier = world.reopen(policy=Policy(hold_s=0))
     assert statuses(tier.load([key(1)], wait=True)) == [DONE]
     tier.poll()
-    assert not tier.is_fresh(key(1))
+    assert not tier.is_fresh(world.store.frames[key(1)])
 
 
 def test_what_waits_to_be_claimed_takes_half_of_the_arena_at_the_most(world, tier):
@@ -231,7 +231,7 @@ def test_what_waits_to_be_claimed_takes_half_of_the_arena_at_the_most(world, tie
     handle = tier.load(keys(24))
     assert Status.BUSY in handle.statuses
     assert tier.wait(handle, 10)
-    fresh = sum(tier.is_fresh(k) for k in keys(24))
+    fresh = sum(tier.is_fresh(f) for f in world.store.frames.values())
     assert 0 < fresh * MIB <= world.store.arena.arena_bytes // 2
     assert put(world.store, [key(100)], MIB) == [True]
 

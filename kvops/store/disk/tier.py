@@ -347,7 +347,7 @@ class DiskTier:
         until_s = time.monotonic() + timeout_s
         self._start()
         while self._saving or self._loading:
-            if time.monotonic() >= until_s:
+            if time.monotonic() >= until_s or self._driver.is_broken:
                 return False
             self._driver.changed.wait(0.01)
             self.poll()

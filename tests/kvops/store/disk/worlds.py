@@ -45,12 +45,17 @@ class World:
         self._open_store = open_store
         self._engine = engine
         self.tier = None
+        self.store = None
 
     def open_io(self):
         return FaultyIo(self._engine(), seed=3, clock=self.clock)
 
     def open(self, quota_bytes, io=None):
         """Open everything with a cold arena."""
+        if self.store is not None and not self.store.arena.is_closed:
+            # of a tier that a test closed itself
+            self.store.close()
+            self.store.arena.close()
         self.store, _ = self._open_store()
         self.io = io or self.open_io()
         self.files = BlobFiles.open(self.folder, self.io, quota_bytes=quota_bytes, sync="always")
@@ -75,7 +80,7 @@ class World:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < deadline, self.tier.stats()
-            self.tier.give_way(0.01)
+            self.tier._driver.changed.wait(0.01)
             self.tier.poll()
 
     def let_time_pass(self, seconds):

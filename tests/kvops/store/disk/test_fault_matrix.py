@@ -7,6 +7,7 @@ Time stands still in here until a test moves it: a deadline passes when the test
 """
 
 import dataclasses
+import functools
 import os
 
 import pytest
@@ -50,6 +51,7 @@ WHOLE = ("submit", "reap", "batch_read", "batch_write")
 """Kinds that meet several chunks at once."""
 
 ENGINE = {*REQUESTS, *WHOLE}
+ON_AIO = {"save": {"write", "batch_write", "submit", "reap"}, "load": {"read", "batch_read"}}
 
 
 def every_other(status):
@@ -152,12 +154,12 @@ CELLS = [(name, kind) for name, switch in TABLE.items() for kind in switch.kinds
 
 
 def matrix(operation):
-    """All cells of an operation on worker threads and tmpfs; those that the engine meets on AIO and a disk as well."""
+    """All cells of an operation on worker threads and tmpfs; what is the engine's once more on AIO and a disk."""
     cells = [
         pytest.param(engine, *cell, id=" ".join((engine, *cell)))
         for cell in CELLS
         for engine in ("threads", "aio")
-        if engine == "threads" or (cell[1] in ENGINE and getattr(ROWS[cell], operation))
+        if engine == "threads" or cell[1] in ON_AIO.get(operation, ())
     ]
     return pytest.mark.parametrize(("world", "name", "kind"), cells, indirect=["world"])
 
@@ -172,16 +174,24 @@ def one_request_a_blob(monkeypatch):
     monkeypatch.setattr(requests, "MERGED_BLOBS", 1)
 
 
+@functools.cache
+def why_no_aio():
+    try:
+        AioIo().close(1.0)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
 @pytest.fixture
 def world(request, tmp_path, shm, open_store):
     """A world on either engine; at the end no thread and no file of it is left."""
-    engine, folder = (AioIo, tmp_path) if request.param == "aio" else (ThreadIo, shm)
-    try:
-        engine().close(1.0)
-    except OSError as error:
-        pytest.skip(f"no {request.param} here: {error}")
+    is_aio = request.param == "aio"
+    engine, folder = (AioIo, tmp_path) if is_aio else (lambda: ThreadIo(threads=2), shm)
+    if is_aio and (error := why_no_aio()):
+        pytest.skip(f"no AIO here: {error}")
     before = open_things()
-    world = World(folder / "disk", open_store, engine)
+    world = World(folder / "disk", open_store, engine, sync="never" if is_aio else "always")
     yield world
     world.close()
     assert open_things() == before

@@ -39,11 +39,12 @@ class Clock:
 class World:
     """A store, a tier below it, an engine with faults between the tier and the disk, and a clock for all three."""
 
-    def __init__(self, folder, open_store, engine):
+    def __init__(self, folder, open_store, engine, sync):
         self.folder = folder
         self.clock = Clock()
         self._open_store = open_store
         self._engine = engine
+        self._sync = sync
         self.tier = None
         self.store = None
 
@@ -58,7 +59,7 @@ class World:
             self.store.arena.close()
         self.store, _ = self._open_store()
         self.io = io or self.open_io()
-        self.files = BlobFiles.open(self.folder, self.io, quota_bytes=quota_bytes, sync="always")
+        self.files = BlobFiles.open(self.folder, self.io, quota_bytes=quota_bytes, sync=self._sync)
         policy = Policy(timeout_s=TIMEOUT_S, hold_s=0.0)
         self.tier = DiskTier(self.store, self.files, self.io, policy, self.clock)
         return self.tier

@@ -1,6 +1,6 @@
 """Chunks that were loaded ahead and wait for whoever asked for them: pinned until they are read, or for a time."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvferry.kvops.store.frame import Frame
 from kvferry.kvops.store.store import Store
@@ -24,20 +24,19 @@ class Fresh:
         """Return whether *frame* waits."""
         return frame in self._until
 
-    def add(self, frame: Frame, until_s: float) -> None:
-        """Keep a ready frame until somebody lets go of it, or that time."""
-        self._store.pin((frame,))
-        self._until[frame] = until_s
-        self.num_bytes += frame.blob_bytes
+    def add(self, frames: Sequence[Frame], until_s: float) -> None:
+        """Keep ready frames until somebody lets go of them, or that time."""
+        self._store.pin(frames)
+        self._until.update(dict.fromkeys(frames, until_s))
+        self.num_bytes += sum([frame.blob_bytes for frame in frames])
 
     def let_go(self, frames: Iterable[Frame]) -> None:
         """No longer keep those of *frames* that wait; the others are left alone."""
         if not self._until:
             return
-        for frame in frames:
-            if self._until.pop(frame, None) is not None:
-                self.num_bytes -= frame.blob_bytes
-                self._store.unpin((frame,))
+        mine = [frame for frame in frames if self._until.pop(frame, None) is not None]
+        self.num_bytes -= sum([frame.blob_bytes for frame in mine])
+        self._store.unpin(mine)
 
     def let_go_all(self) -> None:
         """No longer keep any."""
@@ -45,5 +44,11 @@ class Fresh:
 
     def expire(self, now_s: float) -> None:
         """No longer keep those whose time is over."""
-        if self._until:
-            self.let_go([frame for frame, until_s in self._until.items() if until_s <= now_s])
+        gone = []
+        for frame, until_s in self._until.items():
+            if until_s > now_s:
+                # those behind came later, and are kept as long
+                break
+            gone.append(frame)
+        if gone:
+            self.let_go(gone)

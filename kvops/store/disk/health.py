@@ -68,7 +68,7 @@ class Health:
                     del self._failed[next(iter(self._failed))]
         elif status in (Status.DONE, Status.CORRUPT):
             self._breakers[direction].succeeded()
-            if direction is Direction.READ:
+            if self._failed:
                 self._failed.pop(tag, None)
 
     def settle(self) -> None:

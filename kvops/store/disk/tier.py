@@ -296,22 +296,22 @@ class DiskTier:
                 self._saving.discard(move.tag)
                 store.unpin((frame,))
                 if status is Status.DONE:
-                    self._count("saved", frame)
+                    self.counts["saved"] += 1
+                    self.counts["saved_bytes"] += frame.blob_bytes
                 elif status in (Status.NO_ROOM, Status.BUSY):
                     self.counts[f"skipped_{status.value}"] += 1
             self._answer(move, status, move.why)
+        if not loaded:
+            return
         until_s = self._clock() + self._policy.hold_s
         committed = store.commit([move.frame for move in loaded])
         for move, is_there in zip(loaded, committed, strict=True):
             # or it was reset meanwhile
             self._answer(move, Status.DONE if is_there else Status.MISSING, "")
-            if is_there:
-                self._count("loaded", move.frame)
-                self._fresh.add(move.frame, until_s)
-
-    def _count(self, what: str, frame: Frame) -> None:
-        self.counts[what] += 1
-        self.counts[f"{what}_bytes"] += frame.blob_bytes
+        there = [move.frame for move, is_there in zip(loaded, committed, strict=True) if is_there]
+        self._fresh.add(there, until_s)
+        self.counts["loaded"] += len(there)
+        self.counts["loaded_bytes"] += sum([frame.blob_bytes for frame in there])
 
     def _answer(self, move: Move, status: Status, why: str) -> None:
         if move.is_late and status is not Status.TIMEOUT:

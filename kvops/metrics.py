@@ -146,7 +146,8 @@ class Metrics:
     )
     DISK_STAGE_SECONDS = _gauge(
         "disk_stage_seconds",
-        "Time of one chunk in a stage of the disk tier since the start, in seconds.",
+        "Time in a stage of the disk tier since the start, in seconds: of a request to the drive, which may carry "
+        "several chunks, or of a publication.",
         stage=("queue", "io", "checksum", "publish"),
         stat=("avg", "p50", "p99"),
     )

@@ -15,7 +15,7 @@ too little costs a blob, and one that says too much costs a read:
   its slot was used again. Then the slot's new record has a higher generation and holds; if that was lost too, the old
   record leads to a page with another generation ("stale"), or to the old page with some new bytes behind it, which its
   checksums refuse. No generation comes twice: each opening begins a new epoch, and that is on the drive before anything
-  is saved.
+  is saved. (Where a journal was lost as a whole, it may; then the key in the page and the checksums are what tells.)
 
 Wrong bytes are thus impossible under every sync policy. Loss when power fails: "always" nothing that was published;
 "batch" up to 1 s; "never" whatever the kernel had not written. A killed process loses nothing published.

@@ -36,7 +36,7 @@ Header page of a blob
     56  u64  check          xxh3-64 of bytes 0..56 and of the H bytes from 64 on
     64  H    frame header   as in an arena (kvops/store/format.py: key, namespace, tokens, part table), state word 0, and a
                             checksum for every part; its blob offset is the one that it had in memory
-    ...      zeros up to the end of the header area; not covered by the check
+    ...      nothing that counts, up to the end of the header area; not covered by the check
 
 The header page is the truth about a slot: the journal only says where to look.
 

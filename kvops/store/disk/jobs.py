@@ -37,12 +37,6 @@ class Status(enum.Enum):
     """The bytes on the disk are not what was saved; the copy is out of use."""
 
 
-MOVED_NOTHING = frozenset(
-    {Status.EXISTS, Status.PENDING, Status.MISSING, Status.NO_ROOM, Status.BUSY, Status.OFF}
-)
-"""Answers that are given at once."""
-
-
 class Handle:
     """One call's chunks, in request order.
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.kvops.errors import DiskBusyError, DiskError
 from kvferry.kvops.store.disk import requests
-from kvferry.kvops.store.disk.jobs import MOVED_NOTHING, Status
+from kvferry.kvops.store.disk.jobs import Status
 from kvferry.kvops.store.io_aio import AioIo
 from kvferry.kvops.store.io_fault_table import TABLE, Effect
 from kvferry.kvops.store.io_threads import ThreadIo
@@ -40,6 +40,10 @@ from .worlds import (
     World,
     open_things,
 )
+
+MOVED_NOTHING = {
+    Status.EXISTS, Status.PENDING, Status.MISSING, Status.NO_ROOM, Status.BUSY, Status.OFF,
+}  # fmt: skip
 
 FLIPPED = "DONE or CORRUPT"
 """A bit that nothing depends on, behind the blob or in the header page, may be the one."""

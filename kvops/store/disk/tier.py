@@ -391,10 +391,11 @@ class DiskTier:
         if self._has_ended:
             self._report()
             self._files.close()
+            _stuck.discard(self)
         else:
-            _stuck.append(self)
+            _stuck.add(self)
         return self._has_ended
 
 
-_stuck: list[DiskTier] = []
+_stuck: set[DiskTier] = set()
 """Tiers whose drive has not answered: the memory that it may still write stays while the process lives."""

@@ -17,6 +17,9 @@ from .recovery import Found, scan
 from .space import Space
 from .spans import Span
 
+# plain numbers: they are used for every blob
+_READY, _WRITING = int(fmt.State.READY), int(fmt.State.WRITING)
+
 EVICTED_KEPT = 65_536
 """Keys of evicted frames that are remembered, at the most."""
 
@@ -79,17 +82,18 @@ class Ledger:
         return plan
 
     def _claim(self, key: bytes, size_class: SizeClass, blob_bytes: int) -> Frame | None:
-        slot = self._find_slot(size_class)
+        index, free = self._index, size_class.free
+        slot = free.pop() if free and index.room > 0 else self._find_slot(size_class)
         if slot is None:
             self.counts["no_room"] += 1
             return None
-        self._clock += 1
+        self._clock = generation = self._clock + 1
         namespace = self.namespace
-        ready = self._clock << 8 | fmt.State.READY
         tag = fmt.key_tag(namespace, key)
-        frame = Frame(key, namespace, slot, blob_bytes, ready, tag, 0, False)
-        self._index.promise(1)
-        self._words[slot.word] = self._clock << 8 | fmt.State.WRITING
+        frame = Frame(key, namespace, slot, blob_bytes, generation << 8 | _READY, tag, 0, False)
+        index.promised += 1
+        index.room -= 1
+        self._words[slot.word] = generation << 8 | _WRITING
         self.frames[key] = frame
         return frame
 
@@ -102,23 +106,24 @@ class Ledger:
         return size_class.free.pop() if size_class.free else self._space.take(size_class)
 
     def _write_header(self, frame: Frame, tokens: int, now: int, parts: bytes) -> None:
+        slot, key = frame.slot, frame.key
         body = fmt.HEADER_BODY.pack(
-            frame.key, frame.namespace, tokens, frame.offset, frame.blob_bytes, now,
-            fmt.HEADER_MAGIC, fmt.FORMAT_VERSION, len(frame.key), self.parts,
+            key, frame.namespace, tokens, slot.offset, frame.blob_bytes, now,
+            fmt.HEADER_MAGIC, fmt.FORMAT_VERSION, len(key), self.parts,
         )  # fmt: skip
-        start = frame.header + 8
-        self._buffer[start : start + 88 + len(parts)] = (
-            body + fmt.CHECK.pack(xxhash.xxh32_intdigest(body)) + parts
-        )
+        start = slot.header + 8
+        check = xxhash.xxh32_intdigest(body).to_bytes(4, "little")
+        self._buffer[start : start + 88 + len(parts)] = body + check + parts
 
     def _publish(self, frame: Frame) -> None:
         frame.is_writing = False
         frame.is_ready = True
         self._space.changes += 1
-        self._words[frame.word] = frame.ready
-        self._index.insert(frame.tag, frame.place)
+        slot, ready = frame.slot, frame.ready
+        self._words[slot.word] = ready
+        self._index.insert(frame.tag, slot.place | ready >> 8 & fmt.PLACE_GENERATION_MASK)
         self._clock = frame.tick = self._clock + 1
-        frame.slot.size_class.policy.add(frame)
+        slot.size_class.policy.add(frame)
 
     def _is_held(self, frame: Frame) -> bool:
         return frame.leases > 0 or frame.step == self.step

@@ -7,6 +7,9 @@ from . import format as fmt
 from .arena import Arena
 from .spans import Span
 
+_PART_READY = int(fmt.PartState.READY)
+"""As a plain number: an enum compares slowly, and this is looked at for every blob."""
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -74,8 +77,10 @@ def _read(buffer: memoryview, header: int, offset: int, frame_bytes: int, word: 
 def parts_ready(buffer: memoryview, header: int, part_count: int) -> bool:
     """Return whether every part of the frame at *header* is ready."""
     first = header + fmt.HEADER_FIXED_BYTES + 2
+    if part_count == 1:
+        return buffer[first] == _PART_READY
     last = first + part_count * fmt.PART_BYTES
-    return all(buffer[at] == fmt.PartState.READY for at in range(first, last, fmt.PART_BYTES))
+    return all(buffer[at] == _PART_READY for at in range(first, last, fmt.PART_BYTES))
 
 
 def _parts_in_place(buffer: memoryview, header: int, part_count: int, blob_bytes: int) -> bool:

@@ -23,6 +23,8 @@ from .putget import PutGet
 from .putget import Reserve as Reserve
 from .recovery import parts_ready
 
+_ONE_STATE = fmt.State.READY - fmt.State.WRITING
+
 LIFT_EVERY_STEPS = 256
 """Steps between two looks for workers of an earlier engine, where frames wait for their end; a look is 0.1 ms."""
 
@@ -155,8 +157,9 @@ class Store(PutGet):
         size_class, empty = plan
         now = int(time.time())
         out: list[Frame | Reserve] = []
+        frames, held = self.frames, self._space.held
         for key in keys:
-            there = self.frames.get(key)
+            there = frames.get(key)
             if there is not None:
                 known = self._existing(there)
                 if known is not None:
@@ -167,29 +170,30 @@ class Store(PutGet):
                 out.append(Reserve.NO_ROOM)
                 continue
             self._write_header(frame, tokens, now, empty)
-            self._space.held.add(frame)
+            held.add(frame)
             out.append(frame)
         return out
 
     def commit(self, frames: Iterable[Frame]) -> list[bool]:
         """Make frames readable whose parts are all ready, and abort the others; return which became readable."""
         out = []
+        words, known, buffer, parts = self._words, self.frames, self._buffer, self.parts
         for frame in frames:
             mine = (
                 frame.is_writing
-                and self._words[frame.word] == frame.generation << 8 | fmt.State.WRITING
+                # the state before READY
+                and words[frame.word] == frame.ready - _ONE_STATE
+                and known.get(frame.key) is frame
+                and parts_ready(buffer, frame.slot.header, parts)
             )
-            if mine and self.frames.get(frame.key) is frame and parts_ready(
-                self._buffer, frame.header, self.parts
-            ):  # fmt: skip
+            if mine:
                 self._space.held.discard(frame)
                 self._index.promise(-1)
                 self._publish(frame)
-                self.counts["committed"] += 1
-                out.append(True)
             else:
                 self.abort((frame,))
-                out.append(False)
+            out.append(mine)
+        self.counts["committed"] += out.count(True)
         return out
 
     def abort(self, frames: Iterable[Frame]) -> None:

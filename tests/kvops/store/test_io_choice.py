@@ -129,7 +129,7 @@ def test_a_stuck_drive_does_not_stop_the_start(tmp_path, monkeypatch):
     real = io_aio._syscall_locked
     stuck = True
     monkeypatch.setattr(io_aio, "_syscall_locked", lambda *args: 0 if stuck else real(*args))
-    monkeypatch.setattr(io_choice, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(io_choice, "PATIENCE_S", 0.5)
     monkeypatch.setattr(io_choice, "is_direct", lambda fd: True)
     monkeypatch.setattr(io_choice, "_stuck", [])
     name, reason = io_choice.choose(tmp_path, 4)

@@ -78,6 +78,17 @@ def require_supported_engine(version: str | None = None, package: Path | None = 
     )  # fmt: skip
 
 
+def share_log() -> None:
+    """Let what the parts below have to say appear where vLLM's own lines do, unless somebody arranged it otherwise."""
+    ours, engines = logging.getLogger("kvferry"), logging.getLogger("vllm")
+    if not ours.handlers and ours.propagate:
+        for handler in engines.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(engines.level)
+        # and not twice
+        ours.propagate = not engines.handlers
+
+
 def hit_sources() -> tuple[Any, Any]:
     """Return what `get_load_source` answers for memory of this host and for its disk; None before vLLM 0.32."""
     try:

@@ -175,11 +175,20 @@ class KVFerrySpec(OffloadingSpec):
         if not settings.pending_timeout_ms:
             logger.warning("disk_path is written to but never read from: pending_timeout_ms is 0")
         try:
-            return Disk(open_tier(store, settings), store)
+            tier = open_tier(store, settings)
         except OSError as error:
             # full or failing, which is no reason to serve nobody
             logger.error("disk_path %s: %s; going on with memory alone", settings.disk_path, error)
             return None
+        stats = tier.stats()
+        logger.info(
+            "kvferry: disk %s: %d chunks (%s) found, %s of %s in use; written %s, %s; sync %s; I/O by %s",
+            settings.disk_path, stats["blobs"], format_bytes(stats["blob_bytes"]), format_bytes(stats["used_bytes"]),
+            format_bytes(settings.disk_bytes), f"on {settings.disk_write}",
+            "all of them" if settings.disk_admission == "all" else "if they come a second time",
+            settings.disk_sync, tier.io_name,
+        )  # fmt: skip
+        return Disk(tier, store)
 
     def _first_namespace(self) -> bytes:
         return namespace_digest(self._fields)

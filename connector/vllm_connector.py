@@ -194,5 +194,6 @@ def register() -> None:
 
 # vLLM's MultiConnector finds the class of a child's statistics by name alone, also when it was loaded by module path
 register()
+compat.share_log()
 
 __all__ = ["CONNECTOR_NAME", "KVFerryConnector", "read_settings", "register"]

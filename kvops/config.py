@@ -174,38 +174,40 @@ class Config:
         None,
         AbsolutePath(is_folder=True),
         "path",
-        "Folder on a local disk for chunks that leave memory, kept over restarts; for one engine at a time. "
-        "None: no disk.",
+        "Folder on a local disk for copies of chunks, which outlive memory and restarts; made if need be, for one "
+        "engine at a time. None: no disk.",
     )
     disk_bytes: int = _setting(
         64 * GIB,
         Size(64 * MIB, 1024 * TIB),
         "bytes",
-        "Quota of disk_path, everything in it; what was used least recently makes room.",
+        "Quota for what kvferry has in disk_path, taken in files of up to 256 MiB; what was used least recently makes "
+        "room.",
     )
     disk_free_floor_bytes: int = _setting(
         4 * GIB,
         Size(1 * MIB, 1024 * TIB),
         "bytes",
-        "Free space of its file system that is never used, whatever the quota.",
+        "Free space of its file system that is left alone: below it the folder does not grow, whatever the quota.",
     )
     disk_write: str = _setting(
         "commit",
         Choice(("commit", "pressure")),
         "",
-        "When a chunk is written: as soon as it is stored, or when memory is nearly full and it would go next.",
+        "When a chunk that is worth it is written: at once, or when memory is nearly full and it would go next.",
     )
     disk_admission: str = _setting(
         "reused",
         Choice(("reused", "all")),
         "",
-        "What is worth writing: chunks that came a second time, or everything.",
+        "What is worth writing: chunks that are used, or stored, a second time, or everything.",
     )
     disk_sync: str = _setting(
         "batch",
         Choice(("never", "batch", "always")),
         "",
-        "What a power failure may take: what the kernel had not written yet, the last second, or nothing.",
+        "What a power failure may take: all that the file system has not settled yet, the last second, or nothing. A "
+        "killed process loses nothing.",
     )
     disk_io: str = _setting(
         "auto",

@@ -43,11 +43,16 @@ class Listing:
     unfinished: list[Path] = dataclasses.field(default_factory=list)
 
 
+_HARMLESS = {"lost+found"}
+"""What a new file system has in it."""
+
+
 def prepare(folder: Path, *, create: bool) -> None:
     """Make the folder if asked to, and refuse one that somebody else could write to.
 
     Raises:
-        DiskError: it is missing, a symbolic link, no folder, another user's, or open to other users' writing.
+        DiskError: it is missing, a symbolic link, no folder, another user's, open to other users' writing, or holds
+            files of somebody else and none of ours.
     """
     if create:
         try:
@@ -72,6 +77,12 @@ def prepare(folder: Path, *, create: bool) -> None:
         raise DiskError(
             f"the disk tier's folder {folder} must not be writable by others; chmod 700 it, or use another"
         )
+    if create:
+        names = {path.name for path in folder.iterdir()} - _HARMLESS
+        if names and LOCK not in names:
+            raise DiskError(
+                f"the disk tier's folder {folder} must be empty, or one that kvferry made; it holds {min(names)!r}"
+            )
 
 
 def take_lock(io: FileIo, folder: Path) -> int:

@@ -58,7 +58,9 @@ class Health:
         """Take in how a move ended."""
         direction, tag = move.direction, move.tag
         if status in FAILURES and not self.is_off(direction):
-            logger.warning("%s of chunk %s: %s", VERBS[direction], move.frame.key.hex()[:12], why)
+            logger.warning(
+                "disk: %s of chunk %s failed: %s", VERBS[direction], move.frame.key.hex()[:12], why
+            )
         if status in (Status.ERROR, Status.TIMEOUT):
             self._outcomes.setdefault(direction, why)
             if direction is Direction.READ:

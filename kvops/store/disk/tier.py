@@ -42,7 +42,7 @@ class DiskTier:
     """One store's disk.
 
     Attributes:
-        counts: what happened since it was opened; see :meth:`stats`.
+        counts: what happened since it was opened; see :meth:`stats`. io_name: of the I/O engine.
 
     Threads: the store's one thread.
     Ownership: owns *files* and *io*; *store* is the caller's, and must be closed after the tier.
@@ -58,7 +58,7 @@ class DiskTier:
     ) -> None:
         self._store = store
         self._files = files
-        self._io = io
+        self._io, self.io_name = io, io.name
         self._policy = policy or Policy()
         self._clock = clock
         self._admission = Admission(self._policy)
@@ -301,8 +301,6 @@ class DiskTier:
                 elif status in (Status.NO_ROOM, Status.BUSY):
                     self.counts[f"skipped_{status.value}"] += 1
             self._answer(move, status, move.why)
-        if not loaded:
-            return
         until_s = self._clock() + self._policy.hold_s
         committed = store.commit([move.frame for move in loaded])
         for move, is_there in zip(loaded, committed, strict=True):

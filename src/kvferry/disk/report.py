@@ -48,9 +48,9 @@ def stats_text(found: Mapping[str, Any]) -> str:
         lines.append(f"  namespace   {item['namespace']}  {item['blobs']} blobs, {size}")
     last = found["last_run"]
     if last is None:
-        return _lines([*lines, "  last run    left no statistics"])
+        return _lines([*lines, "  counted by  nobody: no statistics were left"])
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last["written"]))
-    lines.append(f"  last run    process {last['pid']}, as of {when}")
+    lines.append(f"  counted by  process {last['pid']}, as of {when}")
     return _lines([*lines, *_stages(last["stages"]), *_counters(last["stats"])])
 
 

@@ -42,9 +42,11 @@ class RequestState:
         self.gave_up = False
 
     def start_over(self, epoch: int) -> None:
-        """Forget everything: the frames belong to an epoch that is gone."""
+        """Forget everything, and store nothing more: the frames and the blocks belong to an epoch that is gone."""
         self.epoch = epoch
-        self.skip = ""
+        # what it computed belongs to the epoch that is gone, and vLLM would offer it again, from the first chunk on, with
+        # blocks of a sliding window that have long been another request's
+        self.skip = "reset"
         self.stop_waiting()
         self.from_disk = frozenset()
         self.stores.clear()

@@ -139,6 +139,10 @@ def _rate(io: FileIo, fd: int, memory: mmap.mmap, seconds: float) -> float:
         Request(Direction.READ, fd, offset, ((address + offset, PIECE_BYTES),), memory)
         for offset in range(0, FILE_BYTES, PIECE_BYTES)
     ]
+    if seconds <= 0:
+        raise TimeoutError(
+            errno.ETIMEDOUT, "the disk is too slow, or too busy, to be measured in time"
+        )
     start = now = time.monotonic()
     moved = 0
     while io.in_flight or now < start + seconds:

@@ -254,7 +254,7 @@ def test_a_prefix_larger_than_the_bound_in_flight_comes_step_by_step(make_engine
     assert answers == [HIT] * 20
 
 
-def test_where_half_of_the_memory_is_taken_the_rest_of_a_prefix_is_computed_at_once(make_engine):
+def test_where_half_of_the_memory_is_taken_the_rest_of_a_prefix_is_computed_soon(make_engine):
     shape = geometry(page_bytes=MIB)
     warm = make_engine(shape)
     for number in range(12):
@@ -265,6 +265,10 @@ def test_where_half_of_the_memory_is_taken_the_rest_of_a_prefix_is_computed_at_o
     context = engine.request()
     engine.find(keys(12), context)
     engine.settle()
+    # somebody else might take his chunks now, and leave their room
+    assert MISS not in engine.find(keys(12), context)
+    engine.settle()
+    engine.clock.now += 0.6
     answers = engine.find(keys(12), context)
     hits = answers.index(MISS)
     assert 0 < hits <= 8
@@ -294,3 +298,40 @@ def test_a_wait_that_ended_well_leaves_the_next_one_its_whole_time(cold):
     cold.clock.now += 100
     assert cold.find(keys(3), context) == [HIT, COMING, COMING]
     cold.settle()
+
+
+def warmed(make_engine, shape, count):
+    """Leave chunks on the disk; return an engine with cold memory for twice as many as it may bring up at once."""
+    warm = make_engine(shape, arena_bytes=32 * MIB)
+    for number in range(count):
+        warm.stored([key(number)])
+    warm.settle()
+    warm.close()
+    return make_engine(shape, arena_bytes=32 * MIB)
+
+
+def wait_for(engine, chunks, context, seconds=0.1):
+    for _ in range(12):
+        answers = engine.find(chunks, context)
+        if set(answers) <= {HIT, MISS}:
+            break
+        engine.settle()
+        engine.clock.now += seconds
+    return answers
+
+
+def test_chunks_of_a_request_that_is_gone_make_room_for_others(make_engine):
+    engine = warmed(make_engine, geometry(page_bytes=MIB), 24)
+    assert wait_for(engine, keys(12), engine.request("aborted")) == [HIT] * 12
+    engine.end_step()
+    assert wait_for(engine, keys(12, start=12), engine.request("next")) == [HIT] * 12
+
+
+def test_two_prompts_that_fit_one_after_the_other_both_come_from_the_disk(make_engine):
+    engine = warmed(make_engine, geometry(page_bytes=MIB), 20)
+    one, two = engine.request("one"), engine.request("two")
+    assert wait_for(engine, keys(10), one) == [HIT] * 10
+    assert MISS not in engine.find(keys(10, start=10), two)
+    engine.ranks.read(engine.manager.prepare_load(keys(10), one))
+    engine.manager.complete_load(keys(10), one)
+    assert wait_for(engine, keys(10, start=10), two) == [HIT] * 10

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import os
 import re
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -54,7 +55,7 @@ def prepare(folder: Path, *, create: bool) -> None:
         DiskError: it is missing, a symbolic link, no folder, another user's, open to other users' writing, or holds
             files of somebody else and none of ours.
     """
-    if create:
+    if create and not os.path.lexists(folder):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -208,8 +209,16 @@ def delete_quarantined(io: FileIo, path: Path, why: str) -> None:
         OSError: it is still there.
     """
     logger.warning("disk tier: deleting %s (%s)", path, why)
-    io.unlink(path)
+    _delete(io, path)
     io.unlink(path.with_name(path.name + ".reason"))
+
+
+def _delete(io: FileIo, path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        # somebody made a folder where a file of ours should be
+        shutil.rmtree(path)
+    else:
+        io.unlink(path)
 
 
 def wipe(io: FileIo, folder: Path) -> dict[str, int]:
@@ -235,7 +244,7 @@ def wipe(io: FileIo, folder: Path) -> dict[str, int]:
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 counts["bytes"] += path.lstat().st_blocks * 512
-                io.unlink(path)
+                _delete(io, path)
                 counts["files"] += 1
         with contextlib.suppress(OSError):
             os.rmdir(folder / QUARANTINE)

@@ -33,6 +33,7 @@ class Health:
         }
         self._failed: dict[Tag, float] = {}
         self._outcomes: dict[Direction, str] = {}
+        self._news: dict[Direction, list[tuple[bytes, str]]] = {}
 
     def is_off(self, direction: Direction) -> bool:
         """Return whether the disk is left alone."""
@@ -75,6 +76,14 @@ class Health:
 
     def settle(self) -> None:
         """Count the failures since the last time: many moves may have shared one misfortune, which counts once."""
+        for direction, failed in self._news.items():
+            key, why = failed[0]
+            if not self.is_off(direction):
+                logger.warning(
+                    "disk: %d %ss of chunks failed; the first, of %s: %s",
+                    len(failed), VERBS[direction], key.hex()[:12], why,
+                )  # fmt: skip
+        self._news.clear()
         for direction, why in self._outcomes.items():
             self._breakers[direction].failed(why)
         self._outcomes.clear()

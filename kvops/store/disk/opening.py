@@ -15,6 +15,9 @@ from .tier import DiskTier
 QUEUE_DEPTH = 32
 """Requests in flight on the drive."""
 
+LONGEST_HOLD_S = 10.0
+"""How long a chunk that came up is kept for a request that does not come back for it."""
+
 MAX_IO_BYTES = 256 << 20
 """Bytes in flight on the drive."""
 
@@ -48,7 +51,7 @@ def open_tier(store: Store, settings: Config) -> DiskTier:
         admission=settings.disk_admission,
         timeout_s=settings.disk_timeout_ms / 1000,
         # longer than whoever asked for the first chunk of a prefix waits for its last
-        hold_s=2 * settings.pending_timeout_ms / 1000 + 1,
+        hold_s=min(2 * settings.pending_timeout_ms / 1000 + 1, LONGEST_HOLD_S),
     )
     try:
         return DiskTier(store, files, io, policy)

@@ -68,7 +68,7 @@ class DiskTier:
         self._loading: dict[tuple[bytes, bytes], Move] = {}
         self._was_stored = False
         self._to_start: list[Move] = []
-        self._fresh = Fresh(store)
+        self._fresh = Fresh(store, clock)
         self._is_closed = self._has_ended = False
         self._held = files.stats()
         self.counts: dict[str, int] = dict.fromkeys(
@@ -237,7 +237,8 @@ class DiskTier:
             return Status.BUSY
         # half of the arena stays for those who compute; what came up is to be read before more of it
         if self._fresh.num_bytes + bytes_after > max(store.arena.arena_bytes // 2, blob_bytes):
-            return Status.BUSY if self._loading_bytes else Status.NO_ROOM
+            self._fresh.forget_idle()
+            return Status.BUSY if self._loading or self._fresh.is_moving else Status.NO_ROOM
         if not self._health.allows(Direction.READ):
             return Status.OFF
         (answer,) = store.reserve([key], blob_bytes, tokens=tokens)

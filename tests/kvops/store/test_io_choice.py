@@ -140,3 +140,10 @@ def test_a_stuck_drive_does_not_stop_the_start(tmp_path, monkeypatch):
     stuck = False
     assert io.close(DEADLINE_S)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_too_slow_to_be_measured_does_not_stop_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(io_choice, "MEASURE_S", 0.0)
+    name, reason = io_choice.choose(tmp_path, 4)
+    assert name == "threads"
+    assert "too slow, or too busy" in reason

@@ -62,7 +62,7 @@ def test_the_folder_is_for_its_owner_alone(five, folder):
 
 def test_a_folder_that_is_none(open_files, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(DiskError, match="can't be made"):
+    with pytest.raises(DiskError, match="must be a folder, and is something else"):
         open_files(folder=tmp_path / "file")
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -586,3 +586,25 @@ def test_whatever_a_power_cut_leaves_no_wrong_byte_is_believed(folder, sync):
             assert [read(files, io, n) for n in range(1, 6)] == [data(n) for n in range(1, 6)]
         assert io.close(10.0)
     assert cut > 10
+
+
+def test_a_folder_with_files_of_somebody_else_is_refused_and_left_alone(open_files, tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir(mode=0o700)
+    (folder / "holiday.jpg").write_bytes(b"sea")
+    with pytest.raises(
+        DiskError, match=r"must be empty, or one that kvferry made; it holds 'holiday.jpg'"
+    ):
+        BlobFiles.open(folder, ThreadIo(threads=1), quota_bytes=QUOTA)
+    assert [path.name for path in folder.iterdir()] == ["holiday.jpg"]
+
+
+def test_a_folder_where_a_file_of_ours_should_be_goes_with_the_quarantine(open_files, io, folder):
+    open_files().close()
+    (journal,) = folder.glob("index-*.log")
+    journal.unlink()
+    journal.mkdir()
+    files = open_files()
+    assert files.stats()["quarantined_files"] == 1
+    files.gc()
+    assert files.stats()["quarantined_files"] == 0

@@ -315,6 +315,65 @@ def preempted(model="llama"):
     return result
 
 
+def step_through(engine, prompts, between=lambda running: None, max_tokens=8):
+    """Run all prompts at once, step by step; return the tokens of those that were not aborted."""
+    from vllm import SamplingParams
+
+    core = engine.llm.llm_engine
+    sampling = SamplingParams(
+        temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True
+    )
+    for number, tokens in enumerate(prompts):
+        core.add_request(str(number), {"prompt_token_ids": tokens}, sampling)
+    running, done = set(range(len(prompts))), {}
+    while core.has_unfinished_requests():
+        for output in core.step():
+            if output.finished:
+                number = int(output.request_id.split("-")[0])
+                running.discard(number)
+                done[number] = list(output.outputs[0].token_ids)
+        aborted = between(running)
+        if aborted is not None:
+            running.discard(aborted)
+            core.abort_request([str(aborted)])
+    return done
+
+
+def resets(model="hybrid", rounds=6):
+    """Reset the engine's cache and ours again and again while requests with common beginnings run, and abort some."""
+    source = random.Random(3)
+    bases = [prompt(1000 + number, 700) for number in range(5)]
+    prompts = [
+        source.choice(bases)[: source.randrange(100, 680)]
+        + prompt(source.randrange(10**6), source.randrange(1, 60))
+        for _ in range(30)
+    ]
+    small = {"max_num_seqs": 16, "dtype": "float32", "num_gpu_blocks_override": 110}
+    plain = Engine(model, connector=False, **{**small, "num_gpu_blocks_override": 2000})
+    expected = step_through(plain, prompts)
+    plain.close()
+    extra = {"arena_bytes": "16MiB", "blocks_per_chunk": 4, "offload_prompt_only": False}
+    engine = Engine(model, extra=extra, **small)
+    counts = {"resets": 0, "compared": 0, "wrong": 0}
+
+    def between(running):
+        if source.random() < 0.03:
+            engine.llm.reset_prefix_cache()
+        if source.random() < 0.03:
+            counts["resets"] += 1
+            engine.llm.reset_prefix_cache(reset_connector=True)
+        return source.choice(sorted(running)) if running and source.random() < 0.15 else None
+
+    for _ in range(rounds):
+        done = step_through(engine, prompts, between)
+        counts["compared"] += len(done)
+        counts["wrong"] += sum(expected[number] != tokens for number, tokens in done.items())
+        engine.drop_own_cache()
+    result = {**counts, "hits": engine.external_hits(), "leaks": engine.leaks()}
+    engine.close()
+    return result
+
+
 def multi():
     """Run as a child of vLLM's MultiConnector, whose statistics are rebuilt by the class's name."""
     child = {

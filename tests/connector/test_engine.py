@@ -121,6 +121,17 @@ def test_preempted_requests_get_the_same_tokens(run):
     assert_nothing_leaked(result)
 
 
+@pytest.mark.parametrize("model", ["hybrid", pytest.param("llama", marks=long)])
+def test_resets_while_requests_run_leave_no_wrong_block_behind(run, model):
+    """vLLM offers the blocks of running requests anew then, those that a window left to others included."""
+    result = run("resets", model=model)
+    assert result["wrong"] == 0
+    assert result["compared"] > 100
+    assert result["resets"] > 3
+    assert result["hits"] > 0
+    assert_nothing_leaked(result)
+
+
 def test_under_the_multi_connector_statistics_work_too(run):
     result = run("multi")
     assert result["loaded"]["tokens"] == result["cold"]["tokens"]

@@ -557,5 +557,6 @@ def test_creators_and_sweepers_do_not_undo_each_other(private, child):
             opened += 1
             assert os.path.samestat(os.fstat(arena._fd), path.stat())
     stop.touch()
-    assert int(sweeper.answer()) <= opened
+    # more than were opened, if one was swept before its creator had locked it, and made another
+    assert int(sweeper.answer()) > 5
     assert opened > 5

@@ -588,14 +588,14 @@ def test_whatever_a_power_cut_leaves_no_wrong_byte_is_believed(folder, sync):
     assert cut > 10
 
 
-def test_a_folder_with_files_of_somebody_else_is_refused_and_left_alone(open_files, tmp_path):
+def test_a_folder_with_files_of_somebody_else_is_refused_and_left_alone(io, tmp_path):
     folder = tmp_path / "photos"
     folder.mkdir(mode=0o700)
     (folder / "holiday.jpg").write_bytes(b"sea")
     with pytest.raises(
         DiskError, match=r"must be empty, or one that kvferry made; it holds 'holiday.jpg'"
     ):
-        BlobFiles.open(folder, ThreadIo(threads=1), quota_bytes=QUOTA)
+        BlobFiles.open(folder, io, quota_bytes=QUOTA)
     assert [path.name for path in folder.iterdir()] == ["holiday.jpg"]
 
 

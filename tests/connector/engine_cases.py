@@ -339,7 +339,7 @@ def step_through(engine, prompts, between=lambda running: None, max_tokens=8):
     return done
 
 
-def resets(model="hybrid", rounds=6):
+def resets(model="hybrid", rounds=5):
     """Reset the engine's cache and ours again and again while requests with common beginnings run, and abort some."""
     source = random.Random(3)
     bases = [prompt(1000 + number, 700) for number in range(5)]

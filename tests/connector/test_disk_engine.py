@@ -16,7 +16,7 @@ def assert_nothing_leaked(result):
     ("model", "blocks_per_chunk"),
     [
         pytest.param("llama", 1, id="llama"),
-        pytest.param("hybrid", 2, id="hybrid"),
+        pytest.param("hybrid", 2, id="hybrid", marks=long),
         pytest.param("mla", 4, id="mla", marks=long),
         pytest.param("hybrid", 1, id="hybrid-1", marks=long),
     ],

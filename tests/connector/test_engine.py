@@ -126,7 +126,7 @@ def test_resets_while_requests_run_leave_no_wrong_block_behind(run, model):
     """vLLM offers the blocks of running requests anew then, those that a window left to others included."""
     result = run("resets", model=model)
     assert result["wrong"] == 0
-    assert result["compared"] > 100
+    assert result["compared"] >= 100
     assert result["resets"] > 3
     assert result["hits"] > 0
     assert_nothing_leaked(result)

@@ -151,8 +151,10 @@ def test_a_closed_pipe_is_quiet(argv):
 
 
 def test_ctrl_c_is_130_and_one_line():
+    # a shell's background job is born with SIGINT ignored, and hands that on
     code = (
-        "import sys, time\nfrom kvferry import cli\nfrom kvferry.doctor import command\n"
+        "import signal, sys, time\nfrom kvferry import cli\nfrom kvferry.doctor import command\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def run(args):\n"
         "    print('started', flush=True)\n"
         "    time.sleep(60)\n"

@@ -240,7 +240,8 @@ class BlobFiles:
     def end_loads(self, places: Iterable[Place]) -> None:
         """Let go of slots whose blobs are sound."""
         with self._lock:
-            many.let_go(self._slots, places)
+            for place in places:
+                self._slots.let_go(place.entry)
 
     def end_load(self, place: Place, *, bad: str | None = None) -> None:
         """Let go of a slot.

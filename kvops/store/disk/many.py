@@ -1,9 +1,9 @@
-"""The verbs of slots for many blobs at once: what a small blob costs is the interpreter, so calls are few and loops flat.
+"""Find and hold many slots at once: what a small blob costs is the interpreter, so calls are few and the loop is flat.
 
-Same effects as the methods of :class:`Slots`, under the same lock.
+Same effects as find, :meth:`Slots.hold` and place_of one after the other, under the same lock.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from . import format as disk
 from . import table as tbl
@@ -52,16 +52,3 @@ def hold_ready(
             )
         )  # fmt: skip
     return out
-
-
-def let_go(slots: Slots, places: Iterable[Place]) -> None:
-    """Undo one hold of each place."""
-    all_rows, by_number = slots.table.rows, slots.segments
-    for place in places:
-        rows, at = all_rows[place.segment], place.slot * tbl.ROW_WORDS
-        use = rows[at + tbl.USE] - 1
-        rows[at + tbl.USE] = use
-        by_number[place.segment].held -= 1
-        if rows[at + tbl.FACTS] & 0xFF == State.DOOMED and not use & tbl.HOLDS_MASK:
-            slots.free_doomed(place.entry)
-    slots.changes += 1

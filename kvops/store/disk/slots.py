@@ -259,10 +259,6 @@ class Slots:
         if facts & 0xFF == State.DOOMED and not rows[at + tbl.USE] & tbl.HOLDS_MASK:
             self._free(entry)
 
-    def free_doomed(self, entry: int) -> None:
-        """Free a slot that was unlisted while somebody held it, now that nobody does."""
-        self._free(entry)
-
     def unlist(self, entry: int) -> None:
         """Make a ready blob unknown; its slot is free as soon as nobody holds it."""
         rows, at = self._leave_ready(entry)

@@ -64,7 +64,7 @@ class DiskTier:
         self._admission = Admission(self._policy)
         self._health = Health(files.folder, clock)
         self._saving_bytes = self._loading_bytes = 0
-        self._saving: set[tuple[int, int]] = set()
+        self._saving: set[Tag] = set()
         self._loading: dict[tuple[bytes, bytes], Move] = {}
         self._was_stored = False
         self._to_start: list[Move] = []
@@ -170,6 +170,7 @@ class DiskTier:
                 continue
             if not self._health.allows(Direction.WRITE):
                 handle.answer(at, Status.OFF)
+                self.counts["skipped_off"] += 1
                 continue
             self._store.pin((frame,))
             self._saving.add(tag)
@@ -305,12 +306,11 @@ class DiskTier:
         until_s = self._clock() + self._policy.hold_s
         committed = store.commit([move.frame for move in loaded])
         for move, is_there in zip(loaded, committed, strict=True):
-            # or it was reset meanwhile
             self._answer(move, Status.DONE if is_there else Status.MISSING, "")
         there = [move.frame for move, is_there in zip(loaded, committed, strict=True) if is_there]
         self._fresh.add(there, until_s)
         self.counts["loaded"] += len(there)
-        self.counts["loaded_bytes"] += sum([frame.blob_bytes for frame in there])
+        self.counts["loaded_bytes"] += sum(frame.blob_bytes for frame in there)
 
     def _answer(self, move: Move, status: Status, why: str) -> None:
         if move.is_late and status is not Status.TIMEOUT:

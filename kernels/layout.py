@@ -17,6 +17,7 @@ The blob of a chunk holds one part per rank. Inside a part, bytes lie in this or
 without gaps; a part ends with padding up to a multiple of ``PART_ALIGNMENT``, which no move touches.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,9 @@ import torch
 
 PART_ALIGNMENT = 64
 """Bytes. A part starts and ends on a cache line, so that two ranks never write the same one."""
+
+MAX_WORD_BYTES = 16
+"""The widest access of a device: what a kernel moves at once where the layout's alignment allows."""
 
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
 """Block numbers of one chunk, in the order of their place in the chunk."""
@@ -114,6 +118,17 @@ class BlockLayout:
             part_bytes=-(-payload // PART_ALIGNMENT) * PART_ALIGNMENT,
             device=device,
         )
+
+    @property
+    def alignment(self) -> int:
+        """The largest word, of 16, 8, 4, 2 or 1 bytes, that every run of the layout is made of.
+
+        It divides each base address, block stride, size and offset, and the size of a block.
+        """
+        numbers = [self.block_bytes, MAX_WORD_BYTES]
+        for s in self.segments:
+            numbers += (s.base_address, s.block_stride, s.nbytes, s.blob_offset)
+        return math.gcd(*numbers)
 
     def check_blocks(self, block_ids: BlockIds, first: int = 0) -> npt.NDArray[np.int64]:
         """Return *block_ids* as an int64 array after checking that each exists and that they fit.

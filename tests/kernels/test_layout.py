@@ -29,6 +29,27 @@ def test_a_layout_keeps_its_tensors_alive():
     assert layout.tensors[0] is tensor
 
 
+@pytest.mark.parametrize(
+    ("pages_bytes", "stride", "shift", "alignment"),
+    [
+        ([656 * 64, 132 * 64], 0, 0, 16),
+        ([576], 0, 0, 16),
+        ([576], 0, 8, 8),
+        ([576], 4, 0, 4),
+        ([34, 30], 0, 0, 2),
+        ([16, 1, 15], 0, 0, 1),
+    ],
+)
+def test_alignment_divides_every_number_of_the_table(pages_bytes, stride, shift, alignment):
+    whole = torch.zeros(1 << 20, dtype=torch.uint8)
+    start = -whole.data_ptr() % 64 + shift
+    tensors = []
+    for nbytes in pages_bytes:
+        tensors.append(whole.as_strided((4, nbytes), (nbytes + stride, 1), start))
+        start += 1 << 18
+    assert BlockLayout.from_tensors(tensors, pages_bytes, 1).alignment == alignment
+
+
 BAD_SEGMENTS = [
     pytest.param(torch.zeros(4, 32), 32, "int8 or uint8", id="float"),
     pytest.param(torch.zeros(4, 4, 8, dtype=torch.int8), 32, "num_blocks, page", id="3-D"),

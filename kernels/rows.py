@@ -146,16 +146,15 @@ class RowLayout:
         for layer, (name, view) in enumerate(pairs):
             fields = _fields(name, view, kind, head_dim, is_packed)
             check_distinct(name, view)
-            found = fields[0].shape[0], fields[0].shape[1], view.device
+            first = next(iter(fields.values()))
+            found = first.shape[0], first.shape[1], view.device
             shape = shape or found
             if found != shape:
                 raise ValueError(
                     f"{name} must have {shape[0]} blocks of {shape[1]} tokens on {shape[2]}, as the "
                     f"first has; got {found[0]} of {found[1]} on {found[2]}"
                 )
-            names: tuple[PartName, ...]
-            names = ("latent",) if kind == "latent" else ("key", "value")
-            for what, field in zip(names, fields, strict=True):
+            for what, field in fields.items():
                 parts.append(RowPart(what, layer, tuple(field.shape[2:]), field.dtype, row_bytes))
                 row_bytes = _add_pieces(pieces, name, field, row_bytes)
         assert shape is not None
@@ -176,17 +175,17 @@ class RowLayout:
 
 def _fields(
     name: str, view: torch.Tensor, kind: RowKind, head_dim: int | None, is_packed: bool
-) -> list[torch.Tensor]:
+) -> dict[PartName, torch.Tensor]:
     """View a layer as ``[NB, BS, H, D]`` keys and values, or as one ``[NB, BS, C]`` latent."""
     sizes = view.shape
     if kind == "latent" and view.ndim == 3:
-        return [view]
+        return {"latent": view}
     if kind == "latent" and view.ndim == 4 and sizes[1] == 1:
-        return [view.squeeze(1)]
+        return {"latent": view.squeeze(1)}
     if kind == "kv_first" and view.ndim == 5 and sizes[0] == 2:
-        return [view[0], view[1]]
+        return {"key": view[0], "value": view[1]}
     if kind == "kv_second" and view.ndim == 5 and sizes[1] == 2:
-        return [view[:, 0], view[:, 1]]
+        return {"key": view[:, 0], "value": view[:, 1]}
     if kind != "bhnc" or view.ndim != 4:
         raise ValueError(f"{name} must be {_SHAPES[kind]}; got {describe(view)}")
     key_dim = sizes[3] // 2 if head_dim is None else head_dim
@@ -198,10 +197,10 @@ def _fields(
     if is_packed:
         return _unpack(name, view, key_dim)
     by_token = view.permute(0, 2, 1, 3)
-    return [by_token[..., :key_dim], by_token[..., key_dim:]]
+    return {"key": by_token[..., :key_dim], "value": by_token[..., key_dim:]}
 
 
-def _unpack(name: str, view: torch.Tensor, key_dim: int) -> list[torch.Tensor]:
+def _unpack(name: str, view: torch.Tensor, key_dim: int) -> dict[PartName, torch.Tensor]:
     """View a (block, head) of ``[BS, D]`` K and ``[BS, D]`` V numbers as keys and values."""
     num_blocks, heads, tokens, content = view.shape
     block_stride, head_stride, token_stride, stride = view.stride()
@@ -213,7 +212,10 @@ def _unpack(name: str, view: torch.Tensor, key_dim: int) -> list[torch.Tensor]:
     shape = num_blocks, tokens, heads, key_dim
     strides = block_stride, key_dim, head_stride, 1
     start = view.storage_offset()
-    return [view.as_strided(shape, strides, start + i * tokens * key_dim) for i in range(2)]
+    return {
+        "key": view.as_strided(shape, strides, start),
+        "value": view.as_strided(shape, strides, start + tokens * key_dim),
+    }
 
 
 def _add_pieces(pieces: list[RowPiece], name: str, field: torch.Tensor, row_offset: int) -> int:

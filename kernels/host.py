@@ -7,6 +7,7 @@ many small ones twice: each hand-over of the lock can cost a busy engine thread'
 """
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .layout import BlockIds, BlockLayout, Segment
+
+
+ENOUGH_BLOCKS = 4
+"""Blocks from which a scatter to separate storages is one call per segment; perf/bench_scatter.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class HostMover:
         self.layout = layout
         self._planes, self._loose = _fold(layout)
         # a lone page per storage is cheapest to take as a row of its array
-        self._rows = [] if self._planes else [_pages_of(layout, [s])[:, 0] for s in self._loose]
+        self._rows = [_pages_of(layout, [segment])[:, 0] for segment in self._loose]
 
     def gather(self, block_ids: BlockIds, first: int, dst_address: int) -> None:
         """Copy block ``block_ids[i]`` to place ``first + i`` of the part at *dst_address*.
@@ -96,25 +101,33 @@ class HostMover:
         ids: list[int] = block_ids.tolist()
         block_bytes = self.layout.block_bytes
         place = address + first * block_bytes
-        if self._planes:
-            part = _memory(place, len(ids) * block_bytes)
-            for plane in self._planes:
-                _move_plane(plane, ids, part, block_bytes, is_load)
-            if self._loose:
-                self._move_loose(ids, place, is_load)
-        elif is_load:
+        part = _memory(place, len(ids) * block_bytes)
+        for plane in self._planes:
+            _move_plane(plane, ids, part, block_bytes, is_load)
+        if not self._loose:
+            return
+        if is_load and len(ids) >= ENOUGH_BLOCKS:
+            self._spread(block_ids, part)
+        elif is_load or self._planes:
             self._move_loose(ids, place, is_load)
         else:
-            self._concatenate(ids, place)
+            self._concatenate(ids, part)
 
-    def _concatenate(self, ids: list[int], place: int) -> None:
+    def _concatenate(self, ids: list[int], part: "memoryview[int]") -> None:
         """Gather from separate storages: one call per block."""
-        count, block_bytes = len(ids), self.layout.block_bytes
-        blob: npt.NDArray[np.uint8] = np.ndarray(
-            (count, block_bytes), np.uint8, _memory(place, count * block_bytes)
-        )
+        blob = np.frombuffer(part, np.uint8).reshape(len(ids), self.layout.block_bytes)
         for row, block_id in zip(blob, ids, strict=True):
             np.concatenate([pages[block_id] for pages in self._rows], out=row)
+
+    def _spread(self, block_ids: npt.NDArray[np.int64], part: "memoryview[int]") -> None:
+        """Scatter to the segments that no plane covers, many blocks: one call per segment."""
+        block_bytes = self.layout.block_bytes
+        for segment, pages in zip(self._loose, self._rows, strict=True):
+            # an item as large as a page makes an index assignment one memcpy per page
+            page = np.dtype((np.void, segment.nbytes))
+            shape, start = (block_ids.size,), segment.blob_offset
+            blob: npt.NDArray[np.void] = np.ndarray(shape, page, part, start, (block_bytes,))
+            pages.view(page)[:, 0][block_ids] = blob
 
     def _move_loose(self, ids: list[int], place: int, is_load: bool) -> None:
         """Copy, page by page, the segments that no plane covers."""
@@ -162,9 +175,10 @@ def _move_plane(
 
 def _fold(layout: BlockLayout) -> tuple[list[_Plane], list[Segment]]:
     """Split the segments into planes and the loose rest."""
+    starts = sorted({tensor.untyped_storage().data_ptr() for tensor in layout.tensors})
     alike: dict[tuple[int, int, int], list[Segment]] = {}
-    for segment, tensor in zip(layout.segments, layout.tensors, strict=True):
-        storage = tensor.untyped_storage().data_ptr()
+    for segment in layout.segments:
+        storage = bisect_right(starts, segment.base_address)
         key = storage, segment.block_stride, segment.nbytes
         alike.setdefault(key, []).append(segment)
     planes: list[_Plane] = []

@@ -8,13 +8,13 @@ import functools
 import time
 
 import numpy as np
-
-from kvferry.kernels.copy_engine import CopyEngine
-from kvferry.kernels.descriptors import Descriptors
 from perf.device.child import Context
 from perf.device.link import roof
 from perf.device.paged import PagedJob, Shape
 from perf.device.record import Case
+
+from kvferry.kernels.copy_engine import CopyEngine
+from kvferry.kernels.descriptors import Descriptors
 
 SIZES = (4 << 10, 8 << 10, 16 << 10, 24 << 10, 28 << 10, 32 << 10, 64 << 10, 256 << 10, 2 << 20)
 COUNTS = (1024, 256, 64, 16, 4096)

@@ -6,11 +6,12 @@ come first: the sizes of Llama 3.1 8B (64 KiB a layer, 8 KiB under TP8) and of D
 
 import functools
 
-from kvferry.kernels import gather, scatter
 from perf.device.child import Context
 from perf.device.link import roof
 from perf.device.paged import PagedJob, Shape
 from perf.device.record import Case
+
+from kvferry.kernels import gather, scatter
 
 SMS = (1, 2, 4, 8, 16, 32, 132)
 TILE_BYTES = (16 << 10, 8 << 10, 32 << 10)

@@ -6,10 +6,10 @@ SMs, and one token for each of 16 requests through large weights, bound by devic
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 
 import torch
-
 from perf.device import bulk, copy_engine, direct
 from perf.device.child import Context
 from perf.device.link import roof
@@ -172,4 +172,4 @@ def run_together(
         for moment in (start.elapsed_time(event) * 1e3 for event in ends)
         if 0 <= moment <= span
     ]
-    return span, [after - before for before, after in zip(within, within[1:], strict=False)]
+    return span, [after - before for before, after in itertools.pairwise(within)]

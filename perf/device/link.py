@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 
 import torch
-
 from perf.device.child import Context
 from perf.device.machine import link_state, nvidia_smi
 from perf.device.paged import POISON, Pool

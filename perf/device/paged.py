@@ -8,11 +8,11 @@ import dataclasses
 
 import numpy as np
 import torch
+from perf.device.child import Context
+from perf.device.machine import HostMemory
 
 from kvferry.kernels.layout import BlockLayout
 from kvferry.kernels.table import LayoutTable, pack_entries
-from perf.device.child import Context
-from perf.device.machine import HostMemory
 
 POISON = 0xA5
 CACHE_BYTES, TINY_CACHE_BYTES = 2 << 30, 1 << 20

@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-
-from kvferry.kernels import gather, scatter
-from kvferry.kernels.descriptors import Descriptors, Direction
-from kvferry.kernels.table import pack_entries
 from perf.device.child import Context
 from perf.device.copy_engine import engine_of, stream_of
 from perf.device.link import roof
 from perf.device.paged import PagedJob, Shape
 from perf.device.record import Case
+
+from kvferry.kernels import gather, scatter
+from kvferry.kernels.descriptors import Descriptors, Direction
+from kvferry.kernels.table import pack_entries
 
 SHAPES = (Shape(64 << 10, 32, 128), Shape(8 << 10, 32, 1024), Shape(576 * 16, 27, 1024))
 TINY_SHAPES = (Shape(4 << 10, 3, 8),)

@@ -1,0 +1,42 @@
+"""Arrays of other libraries as torch tensors on the same memory."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def as_tensor(name: str, array: Any) -> torch.Tensor:
+    """View *array* as a tensor; no byte is copied.
+
+    Args:
+        name: what an error calls it.
+        array: a torch tensor; a numpy array that may be written; anything with ``__dlpack__``, such as
+            a cupy array; or anything with ``__cuda_array_interface__``.
+
+    Returns:
+        *array* itself if it is a tensor. Otherwise a tensor that shares its memory and keeps it alive.
+        An array of a device is ordered after the work that its library has in flight, as DLPack says.
+
+    Raises:
+        ValueError: it is none of these, or cannot be viewed.
+    """
+    if isinstance(array, torch.Tensor):
+        return array
+    try:
+        if isinstance(array, np.ndarray):
+            if not array.flags.writeable:
+                raise ValueError("it is read-only")
+            return torch.from_numpy(array)
+        if hasattr(array, "__dlpack__"):
+            return torch.from_dlpack(array)
+        if hasattr(array, "__cuda_array_interface__"):
+            return torch.as_tensor(array, device="cuda")
+    except (ValueError, TypeError, RuntimeError, BufferError, AssertionError) as error:
+        raise ValueError(
+            f"{name} must be an array that torch can view; got {type(array).__name__}: {error}"
+        ) from error
+    raise ValueError(
+        f"{name} must be a tensor, or an array with __dlpack__ or __cuda_array_interface__; "
+        f"got {type(array).__name__}"
+    )

@@ -1,0 +1,69 @@
+"""The schemas of ``torch.ops.kvferry.*``: what each operator takes, and what it writes.
+
+They are made with ``torch.library.Library``: a call through ``torch.library.custom_op`` costs ten times
+as much. Nothing is returned; what an operator writes is marked in its schema, so a compiled graph
+neither drops it nor moves it past a reader.
+
+``caches`` may stay empty in eager code. In a compiled graph it is the only thing that tells which memory
+is read or written, so tracing refuses an empty one.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.library import Library, register_fake
+
+NAMESPACE = "kvferry"
+
+BYTES_IN_FLIGHT = 256 << 10
+"""Bytes on their way at once, by default: 16 SMs of 16 KiB fill a PCIe 5 link at 1.9 us a round trip."""
+
+MAX_SMS = 16
+"""Streaming multiprocessors that a launch takes, by default: an eighth of a large device."""
+
+_BUDGET = f"int max_sms={MAX_SMS}, int bytes_in_flight={BYTES_IN_FLIGHT}"
+_ENTRIES = "Tensor offsets, int[] counts=[], Tensor? blob_ids=None, Tensor? places=None"
+
+SCHEMAS = {
+    "gather_blocks": (
+        "(int layout, Tensor[] caches, Tensor block_ids, Tensor(a!) blobs, "
+        f"{_ENTRIES}, Tensor(b!)? checksums=None, Tensor(c!)? done=None, {_BUDGET}) -> ()"
+    ),
+    "scatter_blocks": (
+        "(int layout, Tensor(a!)[] caches, Tensor block_ids, Tensor blobs, "
+        f"{_ENTRIES}, Tensor? checksums=None, Tensor(b!)? mismatch=None, Tensor(c!)? done=None, "
+        f"{_BUDGET}) -> ()"
+    ),
+    "checksum_blocks": "(Tensor blobs, Tensor offsets, Tensor sizes, Tensor(a!) checksums) -> ()",
+}
+"""Name and schema of every operator."""
+
+_LIBRARY = Library(NAMESPACE, "FRAGMENT")
+
+
+def define(name: str, implementation: Callable[..., None]) -> Callable[..., None]:
+    """Make and return ``torch.ops.kvferry.<name>`` from its schema and one function for every device.
+
+    The function looks at its layout for the device: blobs and ids may be in host memory while the
+    cache is not, and an operator without ``caches`` has nothing else on the cache's device.
+    """
+    _LIBRARY.define(name + SCHEMAS[name])
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, implementation, key)
+    takes_caches = "caches" in SCHEMAS[name]
+    fake = _fake_with_caches if takes_caches else _fake
+    register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    made: Callable[..., None] = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return made
+
+
+def _fake(*_args: object, **_keywords: object) -> None:
+    """Trace an operator: nothing is returned."""
+
+
+def _fake_with_caches(
+    _layout: int, caches: Sequence[torch.Tensor], *_args: object, **_keywords: object
+) -> None:
+    """Trace an operator on a layout: nothing is returned."""
+    if not caches:
+        raise ValueError("caches must be the layout's `caches` in a compiled graph; got none")

@@ -1,0 +1,177 @@
+"""The torch operators as functions: ``torch.ops.kvferry.*`` with names, defaults and arrays of any library.
+
+Each operator checks all its arguments before a byte moves. In eager code these functions leave
+``caches`` empty; in a compiled graph they pass the layout's storages, so that what is read and written
+is in the graph.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .arrays import as_tensor
+from .block_ops import GATHER_BLOCKS, SCATTER_BLOCKS
+from .op_schemas import BYTES_IN_FLIGHT, MAX_SMS
+from .registered import RegisteredLayout, register_layout
+
+__all__ = ["as_tensor", "gather_blocks", "register_layout", "scatter_blocks"]
+
+
+def gather_blocks(
+    layout: RegisteredLayout,
+    block_ids: Any,
+    blobs: Any,
+    offsets: Any,
+    *,
+    counts: Sequence[int] = (),
+    blob_ids: Any = None,
+    places: Any = None,
+    checksums: Any = None,
+    done: Any = None,
+    max_sms: int = MAX_SMS,
+    bytes_in_flight: int = BYTES_IN_FLIGHT,
+) -> None:
+    """Copy KV blocks of all layers and groups out of the paged cache, into blobs.
+
+    Block ``block_ids[i]`` goes to ``blobs[offsets[i]:]``, its segments in blob order
+    (``kernels/layout.py``). On a device this is one launch, enqueued on the current stream: *blobs* may
+    be read once that stream has passed. On the host it is done when the call returns.
+
+    Args:
+        layout: of ``register_layout``. Its cache is only read.
+        block_ids: which blocks, ``[N]`` int64 on the host, groups one after the other, repeats allowed.
+            ``-1`` is a hole: its bytes in *blobs* keep what they held.
+        blobs: destination, ``[bytes]`` uint8, contiguous: on the device, pinned host memory, or, for a
+            cache in host memory, any. Bytes that belong to no block keep what they held.
+        offsets: where each block's own bytes start in *blobs*, ``[N]`` int64 on the host. Blocks must
+            not overlap; addresses are multiples of the layout's alignment (at most 16).
+        counts: entries of each group, summing to N; not needed for one group.
+        blob_ids: number of each entry's blob in this transfer, ``[N]`` int64 on the host.
+        places: place of each entry's block in its blob, ``[N]`` int64 on the host; with *blob_ids*.
+        checksums: gets the checksum of each blob's moved blocks, ``[blobs]`` int64, any stride (say,
+            words of the frame headers). Needs *blob_ids*.
+        done: gets 1 for each blob when its last byte and its checksum are written, ``[blobs]`` int32,
+            any stride. Needs *blob_ids*.
+        max_sms: most streaming multiprocessors to take; a host ignores it.
+        bytes_in_flight: bytes on their way at once; a host ignores it.
+
+    Returns:
+        Nothing; *blobs*, *checksums* and *done* are written in place.
+
+    Raises:
+        ValueError: an argument differs from the above, an id or an offset is out of range, or a
+            destination overlaps another one or the cache. No byte has moved.
+
+    Threads:
+        Any number at once, as long as no two write the same bytes.
+
+    Ownership:
+        The memory stays the caller's. It must live, and not change, until the stream has passed.
+
+    Units:
+        Moves ``2 * block_bytes`` bytes for each block that is not a hole (each byte read once, written
+        once), and 16 bytes of metadata per block to a device.
+
+    Source:
+        Kernel ``kernels/gather.py``; on the host ``kernels/host_blocks.py``; meaning
+        ``kernels/reference.py::gather_blocks``; measured by ``perf/bench_gather.py``.
+
+    Example:
+        >>> cache = torch.zeros(8, 18432, dtype=torch.uint8)
+        >>> layout = register_layout(BlockLayout.from_tensors([cache], [18432], 1))  # doctest: +SKIP
+        >>> blobs = torch.empty(2 * 18432, dtype=torch.uint8)
+        >>> gather_blocks(layout, torch.tensor([5, 1]), blobs, torch.tensor([0, 18432]))  # doctest: +SKIP
+    """
+    GATHER_BLOCKS(
+        layout.handle, _caches(layout), as_tensor("block_ids", block_ids),
+        as_tensor("blobs", blobs), as_tensor("offsets", offsets), counts,
+        _maybe("blob_ids", blob_ids), _maybe("places", places), _maybe("checksums", checksums),
+        _maybe("done", done), max_sms, bytes_in_flight,
+    )  # fmt: skip
+
+
+def scatter_blocks(
+    layout: RegisteredLayout,
+    block_ids: Any,
+    blobs: Any,
+    offsets: Any,
+    *,
+    counts: Sequence[int] = (),
+    blob_ids: Any = None,
+    places: Any = None,
+    checksums: Any = None,
+    mismatch: Any = None,
+    done: Any = None,
+    max_sms: int = MAX_SMS,
+    bytes_in_flight: int = BYTES_IN_FLIGHT,
+) -> None:
+    """Copy blobs into KV blocks of all layers and groups of the paged cache: the inverse of a gather.
+
+    Block ``block_ids[i]`` receives ``blobs[offsets[i]:]``. On a device this is one launch, enqueued on
+    the current stream: the blocks may be read once that stream has passed. On the host it is done when
+    the call returns.
+
+    Args:
+        layout: of ``register_layout``. Bytes of its cache that belong to no named block keep what
+            they held.
+        block_ids: which blocks, ``[N]`` int64 on the host, groups one after the other. No block twice,
+            nor two blocks of groups that share their bytes. ``-1`` is a hole: nothing is written.
+        blobs: source, ``[bytes]`` uint8, contiguous: on the device, pinned host memory, or, for a
+            cache in host memory, any. Only read.
+        offsets: where each block's own bytes start in *blobs*, ``[N]`` int64 on the host; overlaps are
+            allowed; addresses are multiples of the layout's alignment (at most 16).
+        counts: entries of each group, summing to N; not needed for one group.
+        blob_ids: number of each entry's blob in this transfer, ``[N]`` int64 on the host.
+        places: place of each entry's block in its blob, ``[N]`` int64 on the host; with *blob_ids*.
+        checksums: what a gather of the same blocks and places wrote, ``[blobs]`` int64, any stride.
+            Needs *blob_ids* and *mismatch*.
+        mismatch: gets 1 for each blob whose bytes have another checksum, ``[blobs]`` int32, any stride;
+            other elements keep what they held. The bytes are scattered all the same.
+        done: gets 1 for each blob when its last byte is written, ``[blobs]`` int32, any stride. Needs
+            *blob_ids*.
+        max_sms: most streaming multiprocessors to take; a host ignores it.
+        bytes_in_flight: bytes on their way at once; a host ignores it.
+
+    Returns:
+        Nothing; the cache, *mismatch* and *done* are written in place.
+
+    Raises:
+        ValueError: an argument differs from the above, an id or an offset is out of range, or a
+            destination overlaps another one. No byte has moved.
+
+    Threads:
+        Any number at once, as long as no two write the same bytes.
+
+    Ownership:
+        The memory stays the caller's. It must live, and not change, until the stream has passed.
+
+    Units:
+        Moves ``2 * block_bytes`` bytes for each block that is not a hole (each byte read once, written
+        once), and 16 bytes of metadata per block to a device.
+
+    Source:
+        Kernel ``kernels/scatter.py``; on the host ``kernels/host_blocks.py``; meaning
+        ``kernels/reference.py::scatter_blocks``; measured by ``perf/bench_scatter.py``.
+
+    Example:
+        >>> cache = torch.zeros(8, 18432, dtype=torch.uint8)
+        >>> layout = register_layout(BlockLayout.from_tensors([cache], [18432], 1))  # doctest: +SKIP
+        >>> blobs = torch.ones(2 * 18432, dtype=torch.uint8)
+        >>> scatter_blocks(layout, torch.tensor([5, 1]), blobs, torch.tensor([0, 18432]))  # doctest: +SKIP
+    """
+    SCATTER_BLOCKS(
+        layout.handle, _caches(layout), as_tensor("block_ids", block_ids),
+        as_tensor("blobs", blobs), as_tensor("offsets", offsets), counts,
+        _maybe("blob_ids", blob_ids), _maybe("places", places), _maybe("checksums", checksums),
+        _maybe("mismatch", mismatch), _maybe("done", done), max_sms, bytes_in_flight,
+    )  # fmt: skip
+
+
+def _caches(layout: RegisteredLayout) -> Sequence[torch.Tensor]:
+    """Return what the graph must know of; nothing outside of one, where it only costs time."""
+    return layout.caches if torch.compiler.is_compiling() else ()
+
+
+def _maybe(name: str, array: Any) -> torch.Tensor | None:
+    return None if array is None else as_tensor(name, array)

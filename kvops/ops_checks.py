@@ -1,0 +1,298 @@
+"""Checks of the operators' arguments: everything is looked at before a byte moves.
+
+One shape of message: *argument must be X; got Y*.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.kernels.table import HOLE, MAX_BLOB_ID, MAX_PLACE, Int64s
+
+from .registered import Memory, RegisteredLayout, first_overlap
+
+MAX_SMS = 1024
+"""Streaming multiprocessors; more than any device has."""
+
+MIN_BYTES_IN_FLIGHT, MAX_BYTES_IN_FLIGHT = 1 << 10, 1 << 26
+"""Bytes of one launch that are on their way at once."""
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The checked entries of one block transfer.
+
+    Attributes:
+        ids: ``[N]`` int64, ``HOLE`` moves nothing.
+        counts: entries of each group, groups one after the other.
+        addresses: ``[N]`` int64, where each block's own bytes are in the blobs.
+        blob_ids: ``[N]`` int64, or None.
+        places: ``[N]`` int64, or None.
+    """
+
+    ids: Int64s
+    counts: Sequence[int]
+    addresses: Int64s
+    blob_ids: Int64s | None
+    places: Int64s | None
+
+
+def describe(value: object) -> str:
+    """Say what *value* is, for the second half of a message."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if value.layout is not torch.strided:
+        return f"{value.dtype} {list(value.shape)}, {value.layout}"
+    return f"{value.dtype} {list(value.shape)} of strides {list(value.stride())} on {value.device}"
+
+
+def is_near(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Say whether *device* can reach the bytes: its own memory, or pinned host memory."""
+    if tensor.device == device:
+        return True
+    return device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
+
+
+def check_bytes(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raise unless *tensor* is a flat run of bytes that *device* can reach."""
+    if (
+        tensor.dtype is not torch.uint8
+        or tensor.layout is not torch.strided
+        or tensor.dim() != 1
+        or not tensor.is_contiguous()
+        or not is_near(tensor, device)
+    ):
+        near = device if device.type == "cpu" else f"{device} or pinned"
+        raise ValueError(
+            f"{name} must be torch.uint8 [bytes], contiguous, on {near}; got {describe(tensor)}"
+        )
+
+
+def host_int64s(name: str, tensor: torch.Tensor, size: int | None = None) -> Int64s:
+    """Return an index argument as an array.
+
+    Raises:
+        ValueError: it is not int64 ``[size]`` (any length if None) in host memory.
+    """
+    if (
+        tensor.dtype is not torch.int64
+        or tensor.layout is not torch.strided
+        or tensor.dim() != 1
+        or tensor.device.type != "cpu"
+        or size not in (None, tensor.shape[0])
+    ):
+        wanted = "N" if size is None else size
+        raise ValueError(f"{name} must be torch.int64 [{wanted}] on cpu; got {describe(tensor)}")
+    return tensor.numpy()
+
+
+def check_elements(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, count: int
+) -> None:
+    """Raise unless *tensor* is a strided vector with room for *count* blobs."""
+    if (
+        tensor.dtype is not dtype
+        or tensor.layout is not torch.strided
+        or tensor.dim() != 1
+        or tensor.shape[0] < count
+        or (tensor.shape[0] > 1 and tensor.stride(0) < 1)
+        or not is_near(tensor, device)
+    ):
+        near = device if device.type == "cpu" else f"{device} or pinned"
+        raise ValueError(
+            f"{name} must be {dtype} [{count} or more], on {near}; got {describe(tensor)}"
+        )
+
+
+def check_budget(max_sms: int, bytes_in_flight: int) -> None:
+    """Raise unless a launch can keep to these."""
+    if not 1 <= max_sms <= MAX_SMS:
+        raise ValueError(f"max_sms must be in 1..{MAX_SMS}; got {max_sms}")
+    if not MIN_BYTES_IN_FLIGHT <= bytes_in_flight <= MAX_BYTES_IN_FLIGHT:
+        raise ValueError(
+            f"bytes_in_flight must be in {MIN_BYTES_IN_FLIGHT}..{MAX_BYTES_IN_FLIGHT}; "
+            f"got {bytes_in_flight}"
+        )
+
+
+def check_counts(counts: Sequence[int], groups: int, size: int) -> Sequence[int]:
+    """Return how many entries each group has; one group has them all if nothing is said."""
+    if not counts and groups == 1:
+        return (size,)
+    if len(counts) != groups or min(counts) < 0 or sum(counts) != size:
+        raise ValueError(
+            f"counts must be {groups} numbers of entries, one for each group, that sum to {size}; "
+            f"got {list(counts)}"
+        )
+    return counts
+
+
+def check_blocks(
+    layout: RegisteredLayout,
+    block_ids: torch.Tensor,
+    blobs: torch.Tensor,
+    offsets: torch.Tensor,
+    counts: Sequence[int],
+    blob_ids: torch.Tensor | None,
+    places: torch.Tensor | None,
+    results: Sequence[tuple[str, torch.Tensor | None, torch.dtype]],
+    *,
+    is_load: bool,
+) -> Blocks:
+    """Check everything that both directions of a block transfer have in common.
+
+    Args:
+        layout: on the memory that is going to be moved.
+        block_ids: as the operator got it; so are the others.
+        blobs: the other side.
+        offsets: where each block is in *blobs*.
+        counts: of each group.
+        blob_ids: of each entry.
+        places: of each entry.
+        results: name, tensor and dtype of the vectors with one element per blob.
+        is_load: whether the cache is written, and not the blobs.
+
+    Raises:
+        ValueError: an argument is not what it must be.
+    """
+    device = layout.memory.device
+    ids = host_int64s("block_ids", block_ids)
+    check_bytes("blobs", blobs, device)
+    starts = host_int64s("offsets", offsets, ids.size)
+    counts = check_counts(counts, len(layout.layouts), ids.size)
+    several = len(counts) > 1
+    groups = np.repeat(np.arange(len(counts)), counts) if several else np.zeros(ids.size, np.int64)
+    is_hole = ids == HOLE
+    _check_ids(layout, ids, groups, is_hole)
+    sizes = layout.block_bytes[groups]
+    _check_offsets(layout, blobs, starts, sizes, is_hole)
+    chunk, place = _check_blobs(blob_ids, places, ids.size)
+    num_blobs = 0 if chunk is None or not chunk.size else int(chunk.max()) + 1
+    for name, tensor, dtype in results:
+        if tensor is not None:
+            if chunk is None:
+                raise ValueError(f"blob_ids must be given with {name}; got None")
+            check_elements(name, tensor, dtype, device, num_blobs)
+    check_apart("blobs", blobs, layout.memory)
+    if is_hole.any():
+        moved = ~is_hole
+        kept, kept_starts, kept_sizes, kept_groups = (
+            column[moved] for column in (ids, starts, sizes, groups)
+        )
+    else:
+        kept, kept_starts, kept_sizes, kept_groups = ids, starts, sizes, groups
+    if is_load:
+        twice = layout.repeated_block(kept, kept_groups)
+        if twice is not None:
+            raise ValueError(
+                f"block_ids must not name bytes of the cache twice in a scatter; got {twice} again"
+            )
+    else:
+        at = first_overlap(kept_starts, kept_starts + kept_sizes)
+        if at is not None:
+            raise ValueError(
+                "offsets must keep the blocks apart in blobs; "
+                f"got {kept_starts[at]} inside another block"
+            )
+    address = blobs.data_ptr()
+    _check_results(results, num_blobs, kept_starts + address, kept_sizes, layout.memory)
+    return Blocks(ids, counts, starts + address, chunk, place)
+
+
+def _check_ids(layout: RegisteredLayout, ids: Int64s, groups: Int64s, is_hole: Bools) -> None:
+    wrong = (ids < HOLE) | (ids >= layout.num_blocks[groups])
+    if wrong.any():
+        at = int(wrong.argmax())
+        limit = layout.num_blocks[groups[at]]
+        raise ValueError(
+            f"block_ids must be {HOLE} (a hole) or in 0..{limit - 1} in group {groups[at]}; "
+            f"got {ids[at]}"
+        )
+
+
+def _check_offsets(
+    layout: RegisteredLayout, blobs: torch.Tensor, starts: Int64s, sizes: Int64s, is_hole: Bools
+) -> None:
+    # compared without a sum: an offset near the largest number must not wrap around
+    wrong = ((starts < 0) | (starts > blobs.numel() - sizes)) & ~is_hole
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise ValueError(
+            f"offsets must leave room for a block of {sizes[at]} bytes in blobs of "
+            f"{blobs.numel()} bytes; got {starts[at]}"
+        )
+    alignment = layout.table.alignment
+    wrong = ((starts + blobs.data_ptr()) % alignment != 0) & ~is_hole
+    if wrong.any():
+        raise ValueError(
+            f"offsets must lead to addresses that are multiples of {alignment}; "
+            f"got {starts[int(wrong.argmax())]} in blobs at {blobs.data_ptr():#x}"
+        )
+
+
+def _check_blobs(
+    blob_ids: torch.Tensor | None, places: torch.Tensor | None, size: int
+) -> tuple[Int64s | None, Int64s | None]:
+    if blob_ids is None and places is None:
+        return None, None
+    if blob_ids is None or places is None:
+        raise ValueError("blob_ids and places must be given together; got one of them")
+    found = []
+    pairs = ("blob_ids", blob_ids, MAX_BLOB_ID), ("places", places, MAX_PLACE)
+    for name, tensor, largest in pairs:
+        values = host_int64s(name, tensor, size)
+        wrong = (values < 0) | (values > largest)
+        if wrong.any():
+            raise ValueError(f"{name} must be in 0..{largest}; got {values[wrong][0]}")
+        found.append(values)
+    return found[0], found[1]
+
+
+def check_apart(name: str, tensor: torch.Tensor, memory: Memory) -> None:
+    """Raise if *tensor* reaches into the bytes that a layout uses."""
+    start = tensor.data_ptr()
+    end = start + _extent(tensor)
+    spans = memory.spans
+    if end > start and ((spans[:, 0] < end) & (spans[:, 1] > start)).any():
+        raise ValueError(f"{name} must not overlap the cache; got {describe(tensor)} inside it")
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element to the end of the last; strides are not negative."""
+    if not tensor.numel():
+        return 0
+    steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
+
+
+def _check_results(
+    results: Sequence[tuple[str, torch.Tensor | None, torch.dtype]],
+    num_blobs: int,
+    starts: Int64s,
+    sizes: Int64s,
+    memory: Memory,
+) -> None:
+    """Raise if an element of a per-blob vector lies in a block, in the cache, or in another vector."""
+    begins, ends = [starts], [starts + sizes]
+    names = []
+    for name, tensor, _ in results:
+        if tensor is None or not num_blobs:
+            continue
+        check_apart(name, tensor, memory)
+        width = tensor.element_size()
+        first = tensor.data_ptr() + np.arange(num_blobs) * (tensor.stride(0) * width)
+        begins.append(first)
+        ends.append(first + width)
+        names.append(name)
+    if not names:
+        return
+    if first_overlap(np.concatenate(begins), np.concatenate(ends)) is not None:
+        raise ValueError(
+            f"{' and '.join(names)} must not overlap the blocks in blobs, nor each other; "
+            "got elements that do"
+        )

@@ -10,6 +10,7 @@ The truth is plain torch indexing of the tensor as it lies in memory: no table o
         cache.storages                   # all memory, guard bytes included: compare before and after
 """
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -51,6 +52,25 @@ class Cache:
 
 def as_bytes(tensor):
     return tensor.contiguous().flatten().view(U8)
+
+
+def memory(address, nbytes):
+    """View host memory by its address."""
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def block_bytes(layout, block):
+    """Collect a block by the addresses of its segments."""
+    out = torch.full((layout.block_bytes,), 0xA5, dtype=torch.uint8)
+    for s in layout.segments:
+        page = memory(s.base_address + block * s.block_stride, s.nbytes)
+        out[s.blob_offset : s.blob_offset + s.nbytes] = page
+    return out
+
+
+def same(actual, expected):
+    """Compare bit for bit."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 class Memory:

@@ -1,5 +1,3 @@
-import ctypes
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,26 +6,20 @@ from hypothesis import strategies as st
 from kvferry.kernels.cache_shapes import Placement, layout_of_placements, layout_of_views
 from kvferry.kernels.layout import BlockLayout
 
-from .layouts import LAYOUTS, ORDERS, ROW_LAYOUTS, SIZES, as_bytes, five_axes, five_axes_placed
+from .layouts import (
+    LAYOUTS,
+    ORDERS,
+    ROW_LAYOUTS,
+    SIZES,
+    as_bytes,
+    block_bytes,
+    five_axes,
+    five_axes_placed,
+    memory,
+    same,
+)
 
 CPU = torch.device("cpu")
-
-
-def memory(address, nbytes):
-    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
-
-
-def block_bytes(layout, block):
-    """Collect a block by the addresses of its segments."""
-    out = torch.full((layout.block_bytes,), 0xA5, dtype=torch.uint8)
-    for s in layout.segments:
-        page = memory(s.base_address + block * s.block_stride, s.nbytes)
-        out[s.blob_offset : s.blob_offset + s.nbytes] = page
-    return out
-
-
-def same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("case", LAYOUTS)

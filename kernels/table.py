@@ -185,66 +185,70 @@ def pack_entries(
             f"counts must be {len(table.layouts)} numbers of entries, one for each group, "
             f"that sum to {ids.size}; got {list(counts)}"
         )
-    is_hole = ids == HOLE
-    _check_block_ids(table, ids, is_hole, counts)
-    wrong = ((words <= 0) | (words % table.alignment != 0)) & ~is_hole
-    if wrong.any():
-        raise ValueError(
-            f"addresses must be positive multiples of {table.alignment}; got {words[wrong][0]}"
-        )
-    packed = ids & BLOCK_MASK
+    is_moved = ids != HOLE
+    _check_block_ids(table, ids, counts)
+    moved = words[is_moved]
+    if moved.size and (moved.min() <= 0 or np.bitwise_or.reduce(moved) & (table.alignment - 1)):
+        wrong = moved[(moved <= 0) | (moved % table.alignment != 0)][0]
+        raise ValueError(f"addresses must be positive multiples of {table.alignment}; got {wrong}")
+    entries = np.empty((ids.size, 2), np.int64)
+    np.bitwise_and(ids, BLOCK_MASK, out=entries[:, 0])
+    entries[:, 1] = words
     if (blob_ids is None) != (places is None):
         raise ValueError("blob_ids and places must be given together; got one of them")
     if blob_ids is not None and places is not None:
         blobs = _int64s("blob_ids", blob_ids, ids.size)
         rows = _int64s("places", places, ids.size)
-        packed |= _pack_blobs(blobs, rows, is_hole, counts)
-    return np.stack((packed, words), axis=1)
+        entries[:, 0] |= _pack_blobs(blobs, rows, is_moved, counts)
+    return entries
 
 
-def _check_block_ids(
-    table: LayoutTable, ids: Int64s, is_hole: npt.NDArray[np.bool_], counts: Sequence[int]
-) -> None:
-    """Raise unless every id that is not a hole exists in its group."""
+def _check_block_ids(table: LayoutTable, ids: Int64s, counts: Sequence[int]) -> None:
+    """Raise unless every id is that of a hole, or exists in its group."""
     start = 0
     for group, (layout, count) in enumerate(zip(table.layouts, counts, strict=True)):
-        end, start = start + count, start + count
-        of_group = ids[end - count : end]
+        of_group, start = ids[start : start + count], start + count
         limit = min(layout.num_blocks, MAX_BLOCK_ID + 1)
-        wrong = ((of_group < 0) | (of_group >= limit)) & ~is_hole[end - count : end]
-        if wrong.any():
+        if not _is_within(of_group, HOLE, limit - 1):
+            wrong = of_group[(of_group < HOLE) | (of_group >= limit)][0]
             raise ValueError(
-                f"block_ids of group {group} must be {HOLE} or in 0..{limit - 1}; "
-                f"got {of_group[wrong][0]}"
+                f"block_ids of group {group} must be {HOLE} or in 0..{limit - 1}; got {wrong}"
             )
 
 
 def _pack_blobs(
-    blobs: Int64s, places: Int64s, is_hole: npt.NDArray[np.bool_], counts: Sequence[int]
+    blobs: Int64s, places: Int64s, is_moved: npt.NDArray[np.bool_], counts: Sequence[int]
 ) -> Int64s:
     """Return the upper 36 bits of word 0."""
     for name, values, largest in (("blob_ids", blobs, MAX_BLOB_ID), ("places", places, MAX_PLACE)):
-        wrong = (values < 0) | (values > largest)
-        if wrong.any():
-            raise ValueError(f"{name} must be in 0..{largest}; got {values[wrong][0]}")
+        if not _is_within(values, 0, largest):
+            wrong = values[(values < 0) | (values > largest)][0]
+            raise ValueError(f"{name} must be in 0..{largest}; got {wrong}")
     if not blobs.size:
         return blobs
-    per_blob = np.bincount(blobs[~is_hole], minlength=int(blobs.max()) + 1)
+    per_blob = np.bincount(blobs[is_moved], minlength=int(blobs.max()) + 1)
     if per_blob.max() > MAX_BLOCKS_PER_BLOB:
         raise ValueError(
             f"blob_ids must name each blob at most {MAX_BLOCKS_PER_BLOB} times; "
             f"got {per_blob.max()} times {per_blob.argmax()}"
         )
-    groups = np.repeat(np.arange(len(counts)), counts)
-    group_of = np.zeros(per_blob.size, np.int64)
-    group_of[blobs] = groups
-    if (group_of[blobs] != groups).any():
-        shared = blobs[group_of[blobs] != groups][0]
-        raise ValueError(f"blob_ids must keep each blob to one group; got blob {shared} in two")
+    if len(counts) > 1:
+        groups = np.repeat(np.arange(len(counts)), counts)
+        group_of = np.zeros(per_blob.size, np.int64)
+        group_of[blobs] = groups
+        is_shared = group_of[blobs] != groups
+        if is_shared.any():
+            shared = blobs[is_shared][0]
+            raise ValueError(f"blob_ids must keep each blob to one group; got blob {shared} in two")
     # in unsigned arithmetic: 128 blocks or more reach the sign bit
-    upper = per_blob[blobs].astype(np.uint64) << np.uint64(COUNT_SHIFT)
+    upper = per_blob.astype(np.uint64)[blobs] << np.uint64(COUNT_SHIFT)
     lower = (places << PLACE_SHIFT) | (blobs << BLOB_SHIFT)
     return upper.view(np.int64) | lower
+
+
+def _is_within(values: Int64s, first: int, last: int) -> bool:
+    """Return whether all values are in first..last; an empty array's are."""
+    return not values.size or bool(values.min() >= first and values.max() <= last)
 
 
 def _int64s(name: str, values: Int64s, size: int | None = None) -> Int64s:

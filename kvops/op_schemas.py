@@ -8,7 +8,7 @@ neither drops it nor moves it past a reader.
 is read or written, so tracing refuses an empty one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.library import Library, register_fake
@@ -57,13 +57,30 @@ def define(name: str, implementation: Callable[..., None]) -> Callable[..., None
     return made
 
 
-def _fake(*_args: object, **_keywords: object) -> None:
+def _fake(*arguments: object, **keywords: object) -> None:
     """Trace an operator: nothing is returned."""
+    are_meta = {
+        value.device.type == "meta"
+        for value in _flatten((*arguments, *keywords.values()))
+        if isinstance(value, torch.Tensor)
+    }
+    if len(are_meta) > 1:
+        # one of them is enough to come here instead of to a move
+        raise ValueError("tensors must be all on meta or none; got some on meta")
+
+
+def _flatten(values: Iterable[object]) -> Iterator[object]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
 
 
 def _fake_with_caches(
-    _layout: int, caches: Sequence[torch.Tensor], *_args: object, **_keywords: object
+    layout: int, caches: Sequence[torch.Tensor], *arguments: object, **keywords: object
 ) -> None:
     """Trace an operator on a layout: nothing is returned."""
     if not caches:
         raise ValueError("caches must be the layout's `caches` in a compiled graph; got none")
+    _fake(layout, caches, *arguments, **keywords)

@@ -9,7 +9,7 @@ import torch
 from kvferry.kernels.layout import BlockLayout
 from kvferry.kvops import ops
 
-from ..kernels.layouts import LAYOUTS
+from ..kernels.layouts import LAYOUTS  # noqa: TID252 (tests are no package to name)
 
 CPU = torch.device("cpu")
 POISON = 0xA5

@@ -1,6 +1,7 @@
-"""Where the bytes of a block are, and where they go in a blob: the only file that knows cache shapes.
+"""Where the bytes of a block are, and where they go in a blob: all that a move knows of a cache.
 
-A KV cache group arrives as byte tensors, one per segment, each ``[NB, page]`` (NB blocks):
+A KV cache group arrives as byte tensors, one per segment, each ``[NB, page]`` (NB blocks), from the
+engine itself or from ``cache_shapes.py``, which makes them of cache tensors of any shape:
 
     how the engine laid it out               block stride          segments
     ------------------------------------     ------------------    --------------------------------

@@ -126,7 +126,8 @@ class RowLayout:
                 the numbers of a head (or of a latent) are adjacent. Where an engine splits its
                 blocks into smaller ones for its attention kernel, these are the blocks here: slots
                 are the same.
-            kind: how the views are indexed.
+            kind: how the views are indexed. A cache with two axes the other way round, such as
+                ``[2, NB, H, BS, D]``, comes transposed.
             head_dim: of ``"bhnc"``, how many of the C numbers are K; half of them if not given.
             is_packed: of ``"bhnc"``, a (block, head) holds ``[BS, D]`` of K and then ``[BS, D]`` of V,
                 as vLLM's CPU attention fills it, and the view's own axes N and C mean nothing.

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels.cache_shapes import Placement, layout_of_placements, layout_of_views
+from kvferry.kernels.host import HostMover
 from kvferry.kernels.layout import BlockLayout
 
 from .layouts import (
@@ -32,6 +33,22 @@ def test_a_block_is_what_torch_indexing_says(case):
             # by the byte views that the host mover and the twins use
             pages = zip(layout.tensors, layout.segments, strict=True)
             same(torch.cat([tensor[block, : s.nbytes] for tensor, s in pages]), truth)
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_the_host_mover_carries_every_layout_there_and_back(case):
+    cache = case(CPU)
+    before = [storage.clone() for storage in cache.storages]
+    for group, layout in enumerate(cache.layouts):
+        mover = HostMover(layout)
+        for block in range(layout.num_blocks):
+            part = torch.full((layout.part_bytes,), 0xA5, dtype=torch.uint8)
+            mover.gather([block], 0, part.data_ptr())
+            same(part[: layout.block_bytes], cache.expected(group, block))
+            for tensor, s in zip(layout.tensors, layout.segments, strict=True):
+                tensor[block, : s.nbytes] = 0
+            mover.scatter(part.data_ptr(), 0, [block])
+            same(cache.storages, before)
 
 
 @pytest.mark.parametrize("case", ROW_LAYOUTS)

@@ -98,3 +98,32 @@ def make_part():
         return Part(whole, whole.data_ptr() + GUARD)
 
     return make
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Return ``run(module, "_x_kernel") -> launches``: the shipped kernel, in Triton's interpreter.
+
+    The kernel of *module* is replaced by an interpreter of the same function until the test ends; with
+    a CUDA device it runs as it is. Each launch appends its grid to the list.
+    """
+    pytest.importorskip("triton")
+    from triton.runtime.interpreter import InterpretedFunction
+
+    class Counted:
+        def __init__(self, kernel, launches):
+            self.kernel, self.launches = kernel, launches
+
+        def __getitem__(self, grid):
+            self.launches.append(grid)
+            return self.kernel[grid]
+
+    def run(module, name):
+        launches = []
+        kernel = getattr(module, name)
+        if not torch.cuda.is_available():
+            kernel = InterpretedFunction(kernel.fn)
+        monkeypatch.setattr(module, name, Counted(kernel, launches))
+        return launches
+
+    return run

@@ -18,13 +18,18 @@ FULL, TINY = 256 << 20, 64 << 10
 def cases(tiny: bool) -> list[Case]:
     """Return the cases."""
     size = TINY if tiny else FULL
-    label = f"{size >> 20} MiB"
+    label = name_of(size)
     return [
         Case(f"h2d {label}", size, "registered memfd to device", functools.partial(one_way, "h2d", size)),
         Case(f"d2h {label}", size, "device to registered memfd", functools.partial(one_way, "d2h", size)),
         Case(f"both {label}", 2 * size, "both at once, two streams", functools.partial(both, size)),
         Case(f"device {label}", 2 * size, "inside device memory, read plus written", functools.partial(inside, size)),
     ]  # fmt: skip
+
+
+def name_of(size: int) -> str:
+    """Return *size* in words."""
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
 def roof(context: Context, direction: str) -> float:
@@ -58,7 +63,7 @@ def one_way(direction: str, size: int, context: Context) -> None:
     us = context.machine.timed(run)
     right = torch.equal(destination.cpu(), source.cpu())
     context.recorder.row(
-        f"{direction} {size >> 20} MiB", "copy_engine", us=us, num_bytes=size, match=right,
+        f"{direction} {name_of(size)}", "copy_engine", us=us, num_bytes=size, match=right,
         direction=direction, roof_gbps=size / min(us) / 1e3,
     )  # fmt: skip
     if context.machine.is_cuda:
@@ -95,7 +100,7 @@ def both(size: int, context: Context) -> None:
         home_to.cpu(), home_from.cpu()
     )
     context.recorder.row(
-        f"both {size >> 20} MiB", "copy_engine", us=us, num_bytes=2 * size, match=right,
+        f"both {name_of(size)}", "copy_engine", us=us, num_bytes=2 * size, match=right,
         direction="both", roof_gbps=roof(context, "h2d") + roof(context, "d2h"),
     )  # fmt: skip
 
@@ -107,6 +112,6 @@ def inside(size: int, context: Context) -> None:
     destination.fill_(POISON)
     us = context.machine.timed(lambda: destination.copy_(source))
     context.recorder.row(
-        f"device {size >> 20} MiB", "torch copy", us=us, num_bytes=2 * size,
+        f"device {name_of(size)}", "torch copy", us=us, num_bytes=2 * size,
         match=torch.equal(destination, source), direction="device", roof_gbps=2 * size / min(us) / 1e3,
     )  # fmt: skip

@@ -72,11 +72,11 @@ class Prediction:
     @property
     def range(self) -> str:
         """The figure in words."""
-        if self.high == float("inf"):
-            return f">= {self.low:.3g} {self.unit}"
-        if self.low == 0:
-            return f"<= {self.high:.3g} {self.unit}"
-        return f"{self.low:.3g} to {self.high:.3g} {self.unit}"
+        return f"{_short(self.low)} to {_short(self.high)} {self.unit}"
+
+
+def _short(figure: float) -> str:
+    return f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
 def direct_gbps(direction: str, sms: int, tile_bytes: int) -> float:
@@ -100,7 +100,6 @@ def _direct(direction: str, sms: int, tile_kib: int) -> Prediction:
     )  # fmt: skip
 
 
-INF = float("inf")
 GATHER_SHARE = 100 * 2 * LINK_GBPS / 4000
 FREE_SMS = 100 * (1 - 8 / NUM_SMS)
 BULK_GBPS = BULK_RING_BYTES / 1.5 / 1e3
@@ -173,6 +172,11 @@ PREDICTIONS = (
                "1 / (0.5 x (1 + 4/128)) = 194 % if 16 SMs quantise 2 x 52 GB/s of numbers"),
     Prediction("price", "gather d2h in the order of heads, speed of the plain one", r"heads d2h", "by heads", 85, 103,
                "the same bytes in runs of 256 and more, still bound by the link", field="roof_pct", unit="%"),
+    Prediction("price", "host time to submit 2,000 blocks of 80 layers by S", "submit .*", "S", 60, 1000,
+               "16 bytes of metadata for each block packed by numpy, one copy of 32 KB, one Triton launch of 20 to 50 us",
+               field="p50_us", unit="us"),
+    Prediction("price", "host time to submit the same by B", "submit .*", "B", 8000, 100_000,
+               "160,000 descriptors of 50 to 600 ns each", field="p50_us", unit="us"),
 )  # fmt: skip
 
 

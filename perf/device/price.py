@@ -7,6 +7,7 @@ import functools
 import statistics
 
 import torch
+from perf.device import submission
 from perf.device.child import Context
 from perf.device.correct_rows import entries_of
 from perf.device.paged import PagedJob, Shape
@@ -48,7 +49,7 @@ def cases(tiny: bool) -> list[Case]:
         for kind, run in (("fp8", numbers), ("heads", order_of_heads))
         for direction in ("d2h", "h2d")
     ]
-    return made
+    return made + submission.cases(tiny)
 
 
 def both(

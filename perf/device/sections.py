@@ -23,5 +23,5 @@ SECTIONS = (
         "what does each path cost a matrix product and a memory-bound kernel beside it?",
     ),
     Section("registration", "perf.device.registration", 25, "what does pinning host memory cost?"),
-    Section("price", "perf.device.price", 30, "what do checksums and fp8 conversion cost?"),
+    Section("price", "perf.device.price", 30, "what do checksums, fp8, the order of heads, and handing over a transfer cost?"),
 )  # fmt: skip

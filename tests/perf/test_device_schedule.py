@@ -39,6 +39,34 @@ def runner(tmp_path, monkeypatch):
     return make
 
 
+# a section for the real child: rows, a failure, and a process that is gone in the middle
+SECTION = """
+import os
+from perf.device.record import Case
+
+def row(context):
+    context.recorder.row("copy", "somehow", us=[5.0], num_bytes=5000, match=True)
+
+def cases(tiny):
+    return [Case("row", 5000, "", row), Case("dies", 0, "", lambda _: os._exit(7)), Case("last", 5000, "", row)]
+"""
+
+
+def test_rows_before_and_after_a_death_are_kept(tmp_path, monkeypatch):
+    (tmp_path / "stand_in_section.py").write_text(SECTION)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    runner = Runner(
+        tmp_path / "device.csv", tmp_path / "log.txt", tmp_path, 600.0, machine="CpuMachine",
+        commit="abc", start_s=0.1,
+    )  # fmt: skip
+    (outcome,) = runner.run([Section("fragile", "stand_in_section", 500.0, "?")])
+    assert (outcome.ended, outcome.starts) == ("all cases", 2)
+    rows = summary.read(tmp_path / "device.csv")
+    assert [(row["bench"], row["match"], row["commit"]) for row in rows] == [
+        ("device_check fragile", "yes", "abc")
+    ] * 2
+
+
 def section(name, seconds=5.0):
     return Section(name, f"perf.device.{name}", seconds, "?")
 

@@ -153,12 +153,28 @@ def parser(bench: str, description: str) -> argparse.ArgumentParser:
     made.add_argument("--list", action="store_true", help="list cases and providers")
     made.add_argument("--csv", type=Path, help="append rows to this file")
     made.add_argument(
+        "--plot", type=Path, help="draw the medians into this file (needs the extra `perf`)"
+    )
+    made.add_argument(
         "--assert",
         dest="gates",
         action="store_true",
         help="exit 1 when a stated figure is not reached",
     )
     return made
+
+
+def timed(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Return *work* as a provider's run: on a device, timed there, which the wall clock cannot."""
+    if device.type != "cuda":
+        return work
+
+    def run() -> float:
+        from triton.testing import do_bench
+
+        return float(do_bench(work, return_mode="median")) / 1e3
+
+    return run
 
 
 def rounds_of(args: argparse.Namespace) -> int:
@@ -259,8 +275,9 @@ def write_csv(path: Path, bench: str, figures: Sequence[Figure]) -> None:
 def _machine() -> dict[str, str]:
     return {
         "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(), "version": kvferry.__version__, "gpu": "none", "driver": "", "cuda": "",
-        "torch": torch.__version__, "triton": "", "host_cpu": cpu_name(), "pcie": "",
+        "commit": commit(), "version": kvferry.__version__, "gpu": gpu_name(), "driver": "",
+        "cuda": torch.version.cuda or "", "torch": torch.__version__, "triton": triton_version(),
+        "host_cpu": cpu_name(), "pcie": "",
     }  # fmt: skip
 
 
@@ -288,6 +305,42 @@ def cpu_name() -> str:
     except OSError:
         pass
     return f"{name}, {len(os.sched_getaffinity(0))} cores"
+
+
+def gpu_name() -> str:
+    """Return the name of the device that scripts run on; "none" without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+
+def triton_version() -> str:
+    """Return the version of Triton where there is a device to use it; "" elsewhere."""
+    if not torch.cuda.is_available():
+        return ""
+    import triton
+
+    return str(triton.__version__)
+
+
+def plot(path: Path, bench: str, figures: Sequence[Figure]) -> None:
+    """Draw one bar per case and provider: the baseline's time divided by the provider's."""
+    try:
+        from matplotlib.figure import Figure as Canvas
+    except ImportError as error:
+        raise SystemExit(f"--plot needs matplotlib, the extra `perf`: {error}") from error
+    cases = list(dict.fromkeys(figure.case.name for figure in figures))
+    providers = list(dict.fromkeys(figure.provider for figure in figures))
+    canvas = Canvas(figsize=(2 + 1.6 * len(cases), 4), layout="constrained")
+    axes = canvas.add_subplot()
+    width = 0.8 / len(providers)
+    for number, provider in enumerate(providers):
+        mine = [figure for figure in figures if figure.provider == provider and figure.match]
+        places = [cases.index(figure.case.name) + number * width for figure in mine]
+        axes.bar(places, [1 / figure.ratio for figure in mine], width, label=provider)
+    axes.set_xticks([number + 0.4 for number in range(len(cases))], cases, rotation=20, ha="right")
+    axes.set_ylabel("of the baseline's speed")
+    axes.set_title(f"{bench} | {cpu_name()} | {gpu_name()}", fontsize="small")
+    axes.legend(fontsize="small")
+    canvas.savefig(path)
 
 
 def headline() -> str:
@@ -319,6 +372,8 @@ def run(
     print_table(figures)
     if args.csv:
         write_csv(args.csv, bench, figures)
+    if args.plot:
+        plot(args.plot, bench, figures)
     checked = gates(figures) if args.providers is None else []
     for gate in checked:
         print(gate)

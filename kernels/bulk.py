@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .table import MAX_GROUPS, LayoutTable, Tiles
+from .table import MAX_GROUPS, MIN_TILE_BYTES, LayoutTable, Tiles
 
 TILE_BYTES = 16 << 10
-"""Bytes of a tile, and of a stage of the ring: large enough that one thread's bookkeeping, some hundred
+"""Bytes of a tile, and of a stage of the ring, where the budget allows: large enough that one thread's bookkeeping, some hundred
 instructions a tile, is small beside the tile's time on a link of 64 GB/s (256 ns)."""
 
 MAX_SMS = 2
@@ -57,7 +57,7 @@ class Ring:
     """The shape of a launch.
 
     Attributes:
-        grid: CTAs, one to an SM.
+        grid: CTAs at most, one to an SM.
         num_stages: of the ring of each.
         tile_bytes: of a stage.
     """
@@ -116,7 +116,7 @@ def cubin(architecture: str) -> bytes:
             log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
             checked(nvrtc.nvrtcGetProgramLog(program, log))
             raise RuntimeError(f"NVRTC refused bulk.cu for {architecture}: {log.decode()}")
-        image = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
+        image: bytes = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
         checked(nvrtc.nvrtcGetCUBIN(program, image))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -210,32 +210,27 @@ def group_rows(tiles: Tiles, counts: Sequence[int]) -> tuple[np.ndarray[Any, Any
     return rows, unit
 
 
-def choose_ring(
-    num_units: int,
-    max_sms: int,
-    bytes_in_flight: int | None,
-    shared_bytes: int,
-    pending: int,
-    tile_bytes: int = TILE_BYTES,
-) -> Ring:
+def choose_ring(max_sms: int, bytes_in_flight: int | None, shared_bytes: int, pending: int) -> Ring:
     """Return the shape of a launch.
 
     Args:
-        num_units: tiles to move, at least 1.
         max_sms: CTAs at most.
         bytes_in_flight: of all CTAs together; None: as many as fit.
         shared_bytes: shared memory that one CTA may have.
         pending: stages on their way out.
-        tile_bytes: of a stage.
 
     Returns:
-        As many CTAs as there is work for, each with a ring of at least ``pending + 1`` stages.
+        A ring with a stage more than *pending* at least, its tiles cut down if need be. Only a budget
+        below ``pending + 1`` of the smallest tiles is exceeded.
     """
-    grid = max(1, min(max_sms, num_units))
-    stages = (shared_bytes - CONTROL_BYTES) // tile_bytes
+    grid = max(1, max_sms)
+    room = shared_bytes - CONTROL_BYTES
     if bytes_in_flight is not None:
-        stages = min(stages, bytes_in_flight // (grid * tile_bytes))
-    return Ring(grid, min(MAX_STAGES, max(stages, pending + 1)), tile_bytes)
+        room = min(room, bytes_in_flight // grid)
+    tile_bytes = TILE_BYTES
+    while room < (pending + 1) * tile_bytes and tile_bytes > MIN_TILE_BYTES:
+        tile_bytes //= 2
+    return Ring(grid, min(MAX_STAGES, max(room // tile_bytes, pending + 1)), tile_bytes)
 
 
 def _launch(
@@ -247,20 +242,20 @@ def _launch(
     *,
     is_gather: bool,
 ) -> None:
-    tiles = table.tiles(TILE_BYTES)
-    groups, num_units = group_rows(tiles, counts)
-    if not num_units:
-        return
     kernels = _kernels_of(table.device)
     if isinstance(kernels, str):
         raise BulkUnavailableError(kernels)
     pending = GATHER_PENDING if is_gather else SCATTER_PENDING
-    ring = choose_ring(num_units, max_sms, bytes_in_flight, kernels.shared_bytes, pending)
+    ring = choose_ring(max_sms, bytes_in_flight, kernels.shared_bytes, pending)
+    tiles = table.tiles(ring.tile_bytes)
+    groups, num_units = group_rows(tiles, counts)
+    if not num_units:
+        return
     cupy = kernels.cupy
     stream = _Stream(torch.cuda.current_stream(table.device).cuda_stream)
     with cupy.cuda.Device(_index(table.device)), cupy.cuda.Stream.from_external(stream):
         (kernels.gather if is_gather else kernels.scatter)(
-            (ring.grid,),
+            (min(ring.grid, num_units),),
             (32,),
             (
                 np.uint64(entries.data_ptr()),
@@ -318,12 +313,6 @@ def _compile(index: int) -> _Kernels | str:
             if int(capability) < MIN_CAPABILITY[0] * 10 + MIN_CAPABILITY[1]:
                 return f"bulk copies need sm_90 or later; device {index} is sm_{capability}"
             shared = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
-            smallest = choose_ring(1, 1, 0, shared, max(GATHER_PENDING, SCATTER_PENDING))
-            if smallest.shared_bytes > shared:
-                return (
-                    f"bulk copies need {smallest.shared_bytes} bytes of shared memory; "
-                    f"device {index} has {shared}"
-                )
             module = cupy.RawModule(code=source(), options=COMPILE_OPTIONS)
             gather = module.get_function("kvferry_gather_blocks")
             scatter = module.get_function("kvferry_scatter_blocks")

@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
 from perf.device import summary
 from perf.device.rehearsal import rehearse
 from perf.device.schedule import Runner, Section
@@ -78,6 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
         return rehearse(sections)
     if args.out is None:
         print("--out must name a folder; got none", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available():
+        print("there is no CUDA device here; --dry-run does without", file=sys.stderr)
         return 2
     return check(args, sections)
 

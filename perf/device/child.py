@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     faulthandler.enable()
     started = time.monotonic()
-    cases = importlib.import_module(args.module).cases(tiny=False)
+    cases = importlib.import_module(args.module).cases(tiny=args.tiny)
     machine = getattr(machines, args.machine)()
     recorder = Recorder(args.section, machines.describe(machine, args.commit), args.csv)
     print(
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         flush=True,
     )
     try:
-        return run_cases(cases, Context(machine, recorder, False), args.until, args.attempted)
+        return run_cases(cases, Context(machine, recorder, args.tiny), args.until, args.attempted)
     except DeviceLostError as lost:
         recorder.note(f"{args.section}: the device was lost {lost}")
         return LOST
@@ -99,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--until", type=float, required=True, help="on the monotonic clock")
     made.add_argument("--attempted", type=Path, required=True)
     made.add_argument("--commit", default="")
+    made.add_argument("--tiny", action="store_true", help="the sizes of a rehearsal")
     return made
 
 

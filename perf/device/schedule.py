@@ -87,12 +87,17 @@ class Runner:
         return self._budget_s - (time.monotonic() - self._began)
 
     def run(self, sections: Sequence[Section]) -> list[Outcome]:
-        """Run *sections* in order, then, with the time that is left, those that were cut once more."""
+        """Run *sections* in order, then, with the time that is left, those that were cut once more.
+
+        The last one may take all that is left.
+        """
         outcomes = [Outcome(section) for section in sections]
         share = self._budget_s / max(sum(section.seconds for section in sections), self._budget_s)
         with self._log_path.open("a") as log:
             for outcome in outcomes:
-                self._run_section(outcome, outcome.section.seconds * share, log)
+                is_last = outcome is outcomes[-1]
+                seconds = self.left_s if is_last else outcome.section.seconds * share
+                self._run_section(outcome, seconds, log)
             for outcome in outcomes:
                 if outcome.ended == "cut":
                     self._run_section(outcome, self.left_s, log)
@@ -107,20 +112,30 @@ class Runner:
             if end - time.monotonic() < self._start_s:
                 break
             outcome.starts += 1
+            before = self._attempts(outcome)
             status = self._run_process(outcome, end, log)
             outcome.ended = {child.DONE: "all cases", child.CUT: "cut"}.get(
                 status, f"process ended: {status}"
             )
-            if status in (child.DONE, child.CUT):
+            # a process that got to no case would get to none again
+            if status in (child.DONE, child.CUT) or self._attempts(outcome) == before:
                 break
         outcome.seconds += time.monotonic() - began
+
+    def _attempted(self, section: Section) -> Path:
+        return self._scratch / f"{section.name}.attempted"
+
+    def _attempts(self, outcome: Outcome) -> str:
+        """Return the cases of a section that were attempted so far."""
+        path = self._attempted(outcome.section)
+        return path.read_text() if path.exists() else ""
 
     def _run_process(self, outcome: Outcome, end: float, log: TextIO) -> int | str:
         section = outcome.section
         command = [
             sys.executable, "-m", self._program, section.name, section.module, "--machine", self._machine,
             "--csv", str(self._csv), "--until", str(end), "--commit", self._commit,
-            "--attempted", str(self._scratch / f"{section.name}.attempted"),
+            "--attempted", str(self._attempted(section)),
         ]  # fmt: skip
         paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {

@@ -15,13 +15,14 @@ import os, signal, sys, threading
 section, scratch = sys.argv[1], sys.argv[sys.argv.index("--attempted") + 1]
 print("note: started", section)
 seen = open(scratch).read().split() if os.path.exists(scratch) else []
-with open(scratch, "a") as stream:
-    stream.write(f"start{len(seen)}\\n")
+if section != "useless":
+    with open(scratch, "a") as stream:
+        stream.write(f"start{len(seen)}\\n")
 if section == "hangs":
     threading.Event().wait()
 if section == "dies" and len(seen) == 0:
     os.kill(os.getpid(), signal.SIGSEGV)
-sys.exit({"cut": 10 if len(seen) < 1 else 0, "lost": 11, "fails": 1}.get(section, 0))
+sys.exit({"cut": 10 if len(seen) < 1 else 0, "lost": 11, "fails": 1, "useless": 1}.get(section, 0))
 """
 
 
@@ -72,7 +73,7 @@ def section(name, seconds=5.0):
 
 
 def test_every_section_runs_whatever_becomes_of_the_others(runner, tmp_path):
-    names = ["lost", "dies", "hangs", "fails", "good"]
+    names = ["lost", "dies", "hangs", "fails", "useless", "good"]
     sections = [section(name, 1.0 if name == "hangs" else 5.0) for name in names]
     outcomes = {o.section.name: o for o in runner().run(sections)}
     assert {name: (o.ended, o.starts) for name, o in outcomes.items()} == {
@@ -80,6 +81,7 @@ def test_every_section_runs_whatever_becomes_of_the_others(runner, tmp_path):
         "dies": ("all cases", 2),
         "hangs": ("process ended: killed 0.2 s after its time", 1),
         "fails": ("process ended: 1", 4),
+        "useless": ("process ended: 1", 1),
         "good": ("all cases", 1),
     }
     assert outcomes["dies"].notes == ["started dies", "started dies"]

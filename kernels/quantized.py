@@ -22,9 +22,6 @@ TILE_VALUES = 4096
 NUM_WARPS = 8
 """Of one program: 16 values a thread, a 16-byte store of codes."""
 
-MAX_WIDTH = 4096
-"""Of a row: one tile holds whole rows, because a row has one scale."""
-
 BLOCK_MASK = tl.constexpr((1 << 28) - 1)
 """The bits of an entry's first word that hold the block id; all set: a hole."""
 
@@ -81,8 +78,15 @@ def _gather_quantized_kernel(
         )
         # exponent field of the smallest power of two >= largest / 448: one more above 1.75 * 2^k
         field = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, MIN_FIELD)
-        exponent = tl.maximum(magnitude >> 23, 1)
-        significand = (magnitude & 0x7FFFFF) | tl.where(magnitude >= 0x800000, 0x800000, 0)
+        exponent = magnitude >> 23
+        significand = magnitude
+        if IS_BF16:
+            # a number below 2^-126 is a count of 2^-133: as a float, the count has a leading one
+            counted = (bits.to(tl.int32) & 0x7F).to(tl.float32).to(tl.int32, bitcast=True)
+            significand = tl.where(exponent > 0, magnitude, counted)
+            exponent = tl.where(exponent > 0, exponent, (counted >> 23) - 133)
+        # of a zero the exponent is so small that the leading one, too, is shifted out
+        significand = (significand & 0x7FFFFF) | 0x800000
         power = exponent - field
         code_power = tl.maximum(power, -6)
         # below 2^-6 the step of a code stays, so more bits go; after 25 nothing is left to round
@@ -168,7 +172,7 @@ def gather_quantized(rows: QuantizedRows, entries: torch.Tensor, *, max_sms: int
     infinities come back as NaN. The copy is enqueued on the current stream.
 
     Args:
-        rows: where numbers, codes and scales are; of at most ``MAX_WIDTH`` numbers a row.
+        rows: where numbers, codes and scales are.
         entries: ``[N, 2]`` int64 on the device of *rows*: the block id in the low 28 bits of word 0
             (all set: a hole, which moves nothing), and the address of the block's
             ``rows.block_bytes`` bytes in word 1, a multiple of ``rows.alignment``.

@@ -22,6 +22,9 @@ from .rows import RowLayout
 SCALE_BYTES = 4
 """Of one row's scale, float32."""
 
+MAX_WIDTH = 4096
+"""Of a row: a program of the kernel holds whole rows, because a row has one scale."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
@@ -85,7 +88,7 @@ class QuantizedRows:
             head_first: the first head of the model that this rank holds.
 
         Raises:
-            ValueError: the cache has another dtype, *width* does not divide a head's dim, or the rank's
+            ValueError: the cache has another dtype, *width* does not divide a head's dim or is too large, or the rank's
                 heads lie outside the model's.
         """
         dtypes = {part.dtype for part in rows.parts}
@@ -97,6 +100,8 @@ class QuantizedRows:
         width = common if width is None else width
         if width < 1 or common % width:
             raise ValueError(f"width must divide the dims {sorted(set(dims))}; got {width}")
+        if width > MAX_WIDTH:
+            raise ValueError(f"width must be at most {MAX_WIDTH}; got {width}")
         total, _ = check_head_share(rows, total_heads, head_first)
 
         starts, num_rows = [], 0

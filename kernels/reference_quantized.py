@@ -60,7 +60,7 @@ def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     limits = table * scale <= torch.finfo(values.dtype).max
     largest = limits.sum(-1, keepdim=True) - 1
     midpoints = (table[1:] + table[:-1]) / 2
-    wanted = magnitude / scale
+    wanted = (magnitude / scale).contiguous()
     code = torch.searchsorted(midpoints, wanted)
     is_midpoint = wanted == midpoints[code.clamp(max=len(midpoints) - 1)]
     code = torch.minimum(code + (is_midpoint & (code % 2 == 1)).long(), largest)

@@ -173,6 +173,7 @@ class CopyEngine:
         _check_stream(stream)
         if direction not in ("d2h", "h2d"):
             raise ValueError(f"direction must be 'd2h' or 'h2d'; got {direction!r}")
+        copies.check_values()
         return self._submit(copies, direction, stream, frames_are_complete, 0.0)
 
     def _submit(

@@ -52,6 +52,15 @@ class Descriptors:
                 )
             if not array.flags.c_contiguous:
                 raise ValueError(f"{name} must be contiguous; got strides {array.strides}")
+
+    def check_values(self) -> None:
+        """Check what :meth:`BlockRuns.describe` ensures: addresses and sizes are positive.
+
+        Raises:
+            ValueError: one is not.
+        """
+        for name in ("destinations", "sources", "sizes"):
+            array = getattr(self, name)
             if array.size and array.min() <= 0:
                 raise ValueError(f"{name} must be positive; got {array.min()}")
 
@@ -176,6 +185,8 @@ class BlockRuns:
             if (ids == HOLE).any():
                 places, ids = places[ids != HOLE], ids[ids != HOLE]
             layout.check_range(ids)
+            if places.size and places.min() <= 0:
+                raise ValueError(f"addresses must be positive; got {places.min()}")
             if ids.size and (places[1:] < places[:-1]).any():
                 order = np.argsort(places, kind="stable")
                 ids, places = ids[order], places[order]

@@ -167,7 +167,7 @@ def test_merging_by_hand_joins_neighbours_up_to_a_cut():
         ({"addresses": np.zeros((2, 1), np.int64)}, r"addresses must be int64 \[2\].* \[2, 1\]"),
         ({"block_ids": int64s(0, 8)}, r"block ids must be in 0..7; got 8"),
         ({"block_ids": int64s(0, -2)}, r"block ids must be in 0..7; got -2"),
-        ({"addresses": int64s(4096, -5)}, r"destinations must be positive; got -5"),
+        ({"addresses": int64s(4096, -5)}, r"addresses must be positive; got -5"),
     ],
 )
 def test_bad_arguments_are_refused(change, message):
@@ -197,4 +197,4 @@ def test_bad_arguments_are_refused(change, message):
 )
 def test_arrays_that_the_driver_could_not_read_are_refused(arrays, message):
     with pytest.raises(ValueError, match=message):
-        Descriptors(*arrays)
+        Descriptors(*arrays).check_values()

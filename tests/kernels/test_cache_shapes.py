@@ -164,6 +164,52 @@ def test_views_that_cannot_be_described_are_named(views, options, message):
         layout_of_views(views, **options)
 
 
+def slices_of_a_buffer(*boxes):
+    """Return views [NB, nbytes] of one buffer, each with a storage of its own."""
+    buffer = bytearray(range(128))
+    return [
+        torch.frombuffer(buffer, dtype=torch.uint8, offset=start).as_strided(shape, (stride, 1))
+        for start, stride, shape in boxes
+    ]
+
+
+def test_storages_that_happen_to_be_adjacent_stay_apart():
+    a, b = slices_of_a_buffer((0, 16, (4, 4)), (4, 16, (4, 4)))
+    for views in ([a, b], [b, a]):
+        layout = layout_of_views(views)
+        assert [s.nbytes for s in layout.segments] == [4, 4]
+        same(block_bytes(layout, 3), torch.cat([view[3] for view in views]))
+
+
+def test_runs_with_other_strides_keep_the_groups_order_and_stay_apart():
+    whole = torch.arange(128, dtype=torch.uint8)
+    a, b = whole.as_strided((2, 4), (16, 1)), whole.as_strided((2, 4), (32, 1), 4)
+    for views in ([a, b], [b, a]):
+        layout = layout_of_views(views)
+        assert [s.nbytes for s in layout.segments] == [4, 4]
+        same(block_bytes(layout, 1), torch.cat([view[1] for view in views]))
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_two_views_are_refused_just_when_they_share_a_byte(data):
+    num_blocks = data.draw(st.integers(1, 4))
+    sizes = [data.draw(st.integers(1, 5)) for _ in range(2)]
+    strides = [size + data.draw(st.integers(0, 6)) for size in sizes]
+    if data.draw(st.booleans()):
+        strides = [max(strides)] * 2
+    views, taken = [], []
+    for nbytes, stride in zip(sizes, strides, strict=True):
+        box = (num_blocks, nbytes), (stride, 1), data.draw(st.integers(0, 20))
+        views.append(ROW.as_strided(*box))
+        taken.append(set(torch.arange(ROW.numel()).as_strided(*box).flatten().tolist()))
+    if taken[0] & taken[1]:
+        with pytest.raises(ValueError, match=r"must not share bytes"):
+            layout_of_views(views)
+    else:
+        assert layout_of_views(views).block_bytes == sum(view.shape[1] for view in views)
+
+
 def test_views_between_each_other_are_told_from_views_that_meet():
     comb = [ROW.as_strided((4, 8), (16, 1)), ROW.as_strided((4, 8), (16, 1), 8)]
     assert len(layout_of_views(comb).segments) == 1

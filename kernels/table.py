@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .checksum import position_keys
 from .layout import BlockLayout
 
 HOLE = -1
@@ -48,12 +49,15 @@ class Tiles:
         first: per group, its first row in the table.
         count: per group, how many tiles one block has.
         tile_bytes: the size of a full tile; the last one of a segment may be shorter.
+        keyed: the same table for the copy kernels: the upper half of a row's last word holds the
+            checksum's key of its offset.
     """
 
     table: torch.Tensor
     first: tuple[int, ...]
     count: tuple[int, ...]
     tile_bytes: int
+    keyed: torch.Tensor
 
 
 class LayoutTable:
@@ -73,10 +77,12 @@ class LayoutTable:
         num_segments: over all groups.
         segments: ``[num_segments, 4]`` int64 on the device, groups one after the other: base address,
             block stride, bytes, offset in the block's share of a blob.
+        place_keys: ``[groups, 256]`` int32 on the device: the checksum's key of each place.
     """
 
     __slots__ = (
-        "_tiles", "alignment", "block_bytes", "device", "layouts", "num_segments", "segments",
+        "_tiles", "alignment", "block_bytes", "device", "layouts", "num_segments", "place_keys",
+        "segments",
     )  # fmt: skip
 
     def __init__(self, layouts: Sequence[BlockLayout]) -> None:
@@ -102,6 +108,9 @@ class LayoutTable:
         ]
         self.num_segments = len(rows)
         self.segments = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        places = np.arange(MAX_PLACE + 1, dtype=np.int64)
+        keys = [position_keys(places * nbytes).view(np.int32) for nbytes in self.block_bytes]
+        self.place_keys = torch.from_numpy(np.stack(keys)).to(self.device)
         self._tiles: dict[int, Tiles] = {}
 
     @classmethod
@@ -144,8 +153,12 @@ class LayoutTable:
                 for start in range(0, segment.nbytes, tile_bytes)
             ]
         ends = [*first[1:], len(rows)]
+        table = np.array(rows, dtype=np.int64)
+        keyed = table.copy()
+        keyed[:, 3] |= position_keys(table[:, 2]).astype(np.int64) << 32
         return Tiles(
-            table=torch.tensor(rows, dtype=torch.int64, device=self.device),
+            table=torch.from_numpy(table).to(self.device),
+            keyed=torch.from_numpy(keyed).to(self.device),
             first=tuple(first),
             count=tuple(end - start for start, end in zip(first, ends, strict=True)),
             tile_bytes=tile_bytes,

@@ -15,6 +15,7 @@ import collections
 import contextlib
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -27,9 +28,9 @@ from kvferry.kvops.trace import Stages, current
 
 from .files import BlobFiles, Place, Refusal
 from .format import TRUNCATED, UNREADABLE
-from .headers import take_in
-from .jobs import Move, Status
-from .requests import MERGED_BLOBS, HeaderPages, moves_of
+from .jobs import Move, Status, place_of
+from .requests import MERGED_BLOBS, MERGED_BYTES, HeaderPages, moves_of
+from .upkeep import Upkeep
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +46,18 @@ TRIES = 3
 WORTH_WAKING = 64
 """Moves that ended, after which somebody who waits is woken while others are still in flight."""
 
+STEP_REQUESTS = 4
+"""Requests prepared before the engine gets them: the drive works while the next ones are prepared."""
+
+WORTH_PUBLISHING = 128
+"""Saves that were written, after which they are published though there is more to submit."""
+
+PUBLISH_WITHIN_S = 0.01
+"""How long saves that were written may wait for others while there is more to submit, seconds."""
+
 REFUSALS = {
     Refusal.EXISTS: Status.EXISTS, Refusal.PENDING: Status.PENDING, Refusal.NO_ROOM: Status.NO_ROOM,
 }  # fmt: skip
-
-REPORT_EVERY_S = 5.0
-"""Time between two reports, seconds."""
 
 
 class Driver:
@@ -88,16 +95,19 @@ class Driver:
         self._saves: collections.deque[Move] = collections.deque()
         self._prepared: list[Request] = []
         self._flying: set[Move] = set()
+        # on the disk, and not published yet
+        self._written: list[Move] = []
         # asked for and not ended, wherever they are
         self._unended: dict[Move, None] = {}
         pages = io.depth * MERGED_BLOBS
-        self._pages = HeaderPages(pages, parts, arena.address, arena.buffer)
-        self._is_stopping = self._has_ended = False
-        self._report = report
+        self._pages = HeaderPages(pages, parts, arena)
+        self._is_stopping = self._has_ended = self._said_engine = False
+        self._upkeep = Upkeep(files, report)
         self._clock = clock
-        self._next_report_s = 0.0
+        # the earliest deadline of those in flight
+        self._look_s = math.inf
+        self._publish_at_s = 0.0
         self._refusals = 0
-        self._said_engine = self._said_sync = False
         self._thread = threading.Thread(target=self._run, name="kvferry-disk", daemon=True)
         self._thread.start()
 
@@ -122,17 +132,16 @@ class Driver:
 
     def _run(self) -> None:
         try:
-            while not (self._is_stopping and not self._flying):
+            while not (self._is_stopping and not self._flying and not self._written):
                 self._submit()
-                completions = self._reap()
-                self._finish(completions)
+                self._finish(self._reap())
+                self._publish()
                 self._expire()
                 if self.late or (
                     self.ended and (not self._flying or len(self.ended) >= WORTH_WAKING)
                 ):
                     self.changed.set()
-                self._sync_if_due()
-                self._report_at_times()
+                self._upkeep.see_to(is_idle=not self._unended)
         except BaseException:
             logger.exception("the disk thread ended: kvferry goes on without the disk")
             self.is_broken = True
@@ -177,6 +186,7 @@ class Driver:
         for request in self._prepared[:taken]:
             moves = moves_of(request)
             self._flying.update(moves)
+            self._look_s = min(self._look_s, *[move.deadline_s for move in moves])
             self.stages.record("queue", moves[0].asked_s, request.submitted_s)
         del self._prepared[:taken]
 
@@ -184,7 +194,7 @@ class Driver:
         """Turn what was asked for into requests, as many as the engine may take now; loads first."""
         if self._is_stopping:
             return
-        room = self._io.depth - self._io.in_flight
+        room = min(STEP_REQUESTS, self._io.depth - self._io.in_flight)
         waiting = len(self._prepared)
         loads = sum(request.direction is Direction.READ for request in self._prepared)
         made = self._make(self._loads, self._begin_loads, room - loads)
@@ -199,10 +209,10 @@ class Driver:
     ) -> list[Request]:
         made: list[Request] = []
         while queue and room > len(made) and self._pages.free >= MERGED_BLOBS:
-            # neighbours will share a request, whichever way round they were asked for
-            some = [queue.popleft() for _ in range(min(len(queue), MERGED_BLOBS))]
-            begun = sorted(begin(some), key=_where)
-            made += self._pages.requests(begun)
+            each = max(1, min(MERGED_BLOBS, MERGED_BYTES // queue[0].frame.blob_bytes))
+            count = min(len(queue), self._pages.free, each * (room - len(made)))
+            some = [queue.popleft() for _ in range(count)]
+            made += self._pages.requests(begin(some))
         return made
 
     def _begin_saves(self, moves: list[Move]) -> list[Move]:
@@ -236,9 +246,20 @@ class Driver:
                 begun.append(move)
         return begun
 
+    def _goes_on(self) -> bool:
+        """Return whether there is something to prepare, and room for it: then waiting would be a waste of time."""
+        return bool(
+            (self._loads or self._saves)
+            and not (self._prepared or self._is_stopping)
+            and self._io.in_flight < self._io.depth
+            and self._pages.free >= MERGED_BLOBS
+        )
+
     def _reap(self) -> list[Completion]:
         timeout_s = IDLE_S
-        if self._flying or self._prepared or self._loads or self._saves:
+        if self._goes_on():
+            timeout_s = 0.0
+        elif self._flying or self._prepared or self._loads or self._saves:
             timeout_s = 0.05
         try:
             return self._io.reap(timeout_s)
@@ -250,7 +271,7 @@ class Driver:
             return []
 
     def _finish(self, completions: list[Completion]) -> None:
-        saved: list[Move] = []
+        read: list[Move] = []
         for completion in completions:
             request = completion.request
             moves = moves_of(request)
@@ -263,56 +284,62 @@ class Driver:
                 self._prepared += self._pages.alone(request)
                 continue
             self.stages.record("io", request.submitted_s, request.done_s)
-            if request.direction is Direction.READ:
-                self._finish_loads(moves, completion)
-            elif completion.ok:
-                saved += moves
+            if completion.ok:
+                into = read if request.direction is Direction.READ else self._written
+                into += moves
             else:
-                self._files.abort_save(self._place(moves[0]))
-                self._end(moves[0], Status.ERROR, _why(completion))
-        if saved:
-            self._publish(saved)
+                self._fail(moves[0], completion)
+        if read:
+            self._take_in(read)
 
-    def _publish(self, saved: list[Move]) -> None:
-        begin = time.monotonic()
+    def _publish(self) -> None:
+        """Publish what was written, many at once unless there is nothing else to do."""
+        saved, begin = self._written, time.monotonic()
+        if not saved:
+            self._publish_at_s = begin + PUBLISH_WITHIN_S
+            return
+        if len(saved) < WORTH_PUBLISHING and begin < self._publish_at_s and self._goes_on():
+            return
+        self._written = []
         try:
-            self._files.end_save([(self._place(move), move.frame.namespace) for move in saved])
+            self._files.end_save([(place_of(move), move.frame.namespace) for move in saved])
         except OSError as error:
             for move in saved:
-                self._files.abort_save(self._place(move))
+                self._files.abort_save(place_of(move))
                 self._end(move, Status.ERROR, f"publish: {error}")
             return
         self.stages.record("publish", begin, time.monotonic())
         for move in saved:
             self._end(move, Status.DONE)
 
-    def _finish_loads(self, moves: list[Move], completion: Completion) -> None:
-        if completion.errno:
-            # the drive may be able to read it another time, but not a third
-            bad = UNREADABLE if moves[0].is_second else None
-            self._fail_load(moves[0], Status.ERROR, _why(completion), bad)
-            return
-        if not completion.ok:
-            self._fail_load(moves[0], Status.CORRUPT, _why(completion), TRUNCATED)
-            return
+    def _take_in(self, read: list[Move]) -> None:
         begin = time.monotonic()
-        buffer, parts = self._arena.buffer, self._parts
+        reasons = self._pages.take_in(read)
+        self.stages.record("checksum", begin, time.monotonic())
         sound: list[Move] = []
-        for move in moves:
-            place = self._place(move)
-            reason = take_in(self._pages.page(move), buffer, move.frame, place, parts)
+        for move, reason in zip(read, reasons, strict=True):
             if reason is None:
                 sound.append(move)
             else:
                 self._fail_load(move, Status.CORRUPT, reason, reason)
-        self.stages.record("checksum", begin, time.monotonic())
-        self._files.end_loads([self._place(move) for move in sound])
+        self._files.end_loads([place_of(move) for move in sound])
         for move in sound:
             self._end(move, Status.DONE)
 
+    def _fail(self, move: Move, completion: Completion) -> None:
+        why = _why(completion)
+        if move.direction is Direction.WRITE:
+            self._files.abort_save(place_of(move))
+            self._end(move, Status.ERROR, why)
+        elif completion.errno:
+            # the drive may be able to read it another time, but not a third
+            self._fail_load(move, Status.ERROR, why, UNREADABLE if move.is_second else None)
+        else:
+            self._fail_load(move, Status.CORRUPT, why, TRUNCATED)
+
     def _fail_load(self, move: Move, status: Status, why: str, bad: str | None) -> None:
         self._mark_failed(move)
-        self._files.end_load(self._place(move), bad=bad)
+        self._files.end_load(place_of(move), bad=bad)
         self._end(move, status, why)
 
     def _mark_failed(self, move: Move) -> None:
@@ -331,7 +358,13 @@ class Driver:
             self._prepared.remove(request)
             for move in moves_of(request):
                 self._drop(move, Status.BUSY)
-        self._let_late(move for move in self._flying if move.deadline_s <= now)
+        if self._look_s <= now:
+            self._let_late(
+                move for move in (*self._flying, *self._written) if move.deadline_s <= now
+            )
+            # how far the others are from it is not worth a look each time
+            left = (move.deadline_s for move in (*self._flying, *self._written) if not move.is_late)
+            self._look_s = min(left, default=math.inf)
 
     def _let_late(self, moves: Iterable[Move]) -> None:
         for move in moves:
@@ -356,32 +389,6 @@ class Driver:
         move.status, move.why = status, why
         self._unended.pop(move, None)
         self.ended.append(move)
-
-    def _sync_if_due(self) -> None:
-        try:
-            self._files.sync_if_due()
-            self._said_sync = False
-        except OSError as error:
-            # what it would have made durable is as it is under "never"; the next save meets the same disk, and counts
-            if not self._said_sync:
-                self._said_sync = True
-                logger.warning("disk tier: sync: %s; trying again each second", error)
-
-    def _report_at_times(self) -> None:
-        now = time.monotonic()
-        if now >= self._next_report_s:
-            self._next_report_s = now + REPORT_EVERY_S
-            self._report()
-
-    @staticmethod
-    def _place(move: Move) -> Place:
-        assert move.place is not None, "the move has begun"
-        return move.place
-
-
-def _where(move: Move) -> tuple[int, int]:
-    assert move.place is not None, "the move has begun"
-    return move.place.segment, move.place.slot
 
 
 def _why(completion: Completion) -> str:

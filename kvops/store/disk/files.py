@@ -34,11 +34,10 @@ from kvferry.kvops.store.file_io import FileIo
 from . import folder as folders
 from . import format as disk
 from . import many
-from . import records as rec
 from .account import Account
 from .book import BATCH, NEVER, SYNC_POLICIES, Book
 from .check import check_blob
-from .places import Answer, Entry, Place, Refusal, Tag, entry_of, place_of
+from .places import Answer, Entry, Place, Refusal, Tag, entry_of
 from .room import Room
 from .segments import MIN_QUOTA_BYTES, Segments
 from .slots import SlotClass, Slots, SlotSize
@@ -146,26 +145,31 @@ class BlobFiles:
             ValueError: *blob_bytes* or *parts* can't be.
             OSError: the disk refused a new segment. The next 64 saves make do without one where they can.
         """
-        with self._lock:
-            return self._begin_save(tag, blob_bytes, parts)
+        (answer,) = self.begin_saves([(tag, blob_bytes)], parts)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
 
     def begin_saves(self, wanted: Sequence[tuple[Tag, int]], parts: int) -> list[Answer]:
         """As :meth:`begin_save` for many, each a tag and its blob's bytes; an error is an answer too."""
+        answers: list[Answer] = []
         with self._lock:
-            return [self._try_save(tag, blob_bytes, parts) for tag, blob_bytes in wanted]
+            book, room = self._check_writable()
+            while True:
+                many.list_saves(
+                    self._slots, self._classes, wanted, parts, book.take_generation, answers
+                )
+                if len(answers) == len(wanted):
+                    return answers
+                _, blob_bytes = wanted[len(answers)]
+                try:
+                    if not self._make_room(room, blob_bytes, parts):
+                        answers.append(Refusal.NO_ROOM)
+                except OSError as error:
+                    answers.append(error)
 
-    def _try_save(self, tag: Tag, blob_bytes: int, parts: int) -> Answer:
-        try:
-            return self._begin_save(tag, blob_bytes, parts)
-        except OSError as error:
-            return error
-
-    def _begin_save(self, tag: Tag, blob_bytes: int, parts: int) -> Place | Refusal:
-        book, room = self._check_writable()
-        entry = self._table.find(tag)
-        if entry >= 0:
-            is_saving = self._slots.facts(entry)[0] == State.SAVING
-            return Refusal.PENDING if is_saving else Refusal.EXISTS
+    def _make_room(self, room: Room, blob_bytes: int, parts: int) -> bool:
+        """Have a free slot in a file that is open; return whether there is one."""
         slot_class = self._classes.get((blob_bytes, parts))
         if slot_class is None:
             if blob_bytes < 1:
@@ -174,16 +178,13 @@ class BlobFiles:
                 raise ValueError(f"parts must be 1 to {fmt.MAX_PARTS}; got {parts}")
             size = SlotSize(disk.slot_bytes_for(blob_bytes, parts), disk.header_area(parts))
             if not self._segments.slots_needed(size):
-                return Refusal.NO_ROOM
+                return False
             slot_class = self._classes[blob_bytes, parts] = self._slots.class_of(size)
         while not slot_class.open_segments:
             if not room.make(slot_class):
-                return Refusal.NO_ROOM
-        # first what can fail
+                return False
         self._segments.fd(slot_class.open_segments[-1])
-        entry = self._slots.take(slot_class)
-        self._slots.begin(entry, tag, book.take_generation(), blob_bytes, parts)
-        return place_of(self._slots, entry)
+        return True
 
     def end_save(self, saved: Sequence[tuple[Place, bytes]]) -> None:
         """Publish blobs that were written, each with its namespace, by one append to the journal.
@@ -194,29 +195,20 @@ class BlobFiles:
         with self._lock:
             book, _ = self._check_writable()
             now = int(time.time())
-            tags = {namespace: disk.namespace_tag(namespace) for _, namespace in saved}
-            puts = {}
-            for place, namespace in saved:
-                self._check_saving(place)
-                puts[place.entry] = rec.pack_put(place, tags[namespace], now)
-                self._slots.segments[place.segment].is_unsynced = True
+            tags = {namespace: 0 for _, namespace in saved}
+            for namespace in tags:
+                tags[namespace] = disk.namespace_tag(namespace)
+            puts = many.put_records(self._slots, saved, tags, now)
+            for number in {place.segment for place, _ in saved}:
+                self._slots.segments[number].is_unsynced = True
             book.write(puts)
-            for place, namespace in saved:
-                self._slots.publish(place.entry, tags[namespace], now)
-            book.rewrite_if_wasteful()
+            many.publish(self._slots, saved, tags, now)
 
     def abort_save(self, place: Place) -> None:
         """Give a slot back whose blob will not be; only when no I/O into it can come any more."""
         with self._lock:
-            self._check_saving(place)
+            many.check_saving(self._slots, place)
             self._slots.abort(place.entry)
-
-    def _check_saving(self, place: Place) -> None:
-        is_there = place.segment in self._table.rows
-        if not is_there or self._slots.facts(place.entry) != (State.SAVING, place.generation):
-            raise ValueError(
-                f"place must be one that begin_save returned, not ended yet; got {place}"
-            )
 
     # --- loading ---------------------------------------------------------------------------------------------------
 
@@ -240,8 +232,7 @@ class BlobFiles:
     def end_loads(self, places: Iterable[Place]) -> None:
         """Let go of slots whose blobs are sound."""
         with self._lock:
-            for place in places:
-                self._slots.let_go(place.entry)
+            many.let_go(self._slots, places)
 
     def end_load(self, place: Place, *, bad: str | None = None) -> None:
         """Let go of a slot.
@@ -261,7 +252,7 @@ class BlobFiles:
                     book.owe_quarantine(place.entry, code)
                     with contextlib.suppress(OSError):
                         book.write({})
-            self._slots.let_go(place.entry)
+            many.let_go(self._slots, (place,))
 
     def remove(self, tags: Sequence[Tag]) -> list[bool]:
         """Forget blobs; say of each whether it was there. One that is being saved stays.
@@ -290,6 +281,11 @@ class BlobFiles:
         """
         with self._lock:
             self._check_writable()[0].sync_if_due()
+
+    def tidy(self) -> None:
+        """Rewrite a journal that is mostly of the past; for whoever is idle, since that takes a sync."""
+        with self._lock:
+            self._check_writable()[0].rewrite_if_wasteful()
 
     def sync_now(self) -> None:
         """Return when all that was published is on the drive, whatever the policy.
@@ -335,14 +331,14 @@ class BlobFiles:
                 fd = self._segments.fd(segment)
             except OSError:
                 return disk.UNREADABLE
-            self._slots.hold(place.entry, counts_as_use=False)
+            self._slots.hold(place.entry)
         try:
             return check_blob(
                 self._io, fd, place.offset, place.header_bytes, place.blob_bytes, generation, place.tag
             )  # fmt: skip
         finally:
             with self._lock:
-                self._slots.let_go(place.entry)
+                many.let_go(self._slots, (place,))
 
     def stats(self) -> dict[str, int]:
         """Return the account: bytes on disk, blobs, slots; what was recovered, given up, and found bad, by reason."""

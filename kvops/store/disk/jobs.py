@@ -101,3 +101,9 @@ class Move:
     tries: int = 0
     is_second: bool = False
     is_late: bool = False
+
+
+def place_of(move: Move) -> Place:
+    """Return where on the disk a move is that has begun."""
+    assert move.place is not None, "the move has begun"
+    return move.place

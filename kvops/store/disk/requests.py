@@ -6,16 +6,17 @@ paid once for all of them. In memory they may lie anywhere, header pages and fra
 """
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvferry.kvops.store import format as fmt
+from kvferry.kvops.store.arena import Arena
 from kvferry.kvops.store.file_io import Direction, Request
 
 from .format import header_area
-from .headers import write_page
-from .jobs import Move
+from .headers import make_pages, take_in
+from .jobs import Move, place_of
 
 MERGED_BYTES = 1 << 20
 """How large requests are made by putting blobs together, bytes; drives gain nothing beyond."""
@@ -30,17 +31,16 @@ class HeaderPages:
     Args:
         count: how many.
         parts: of the store's blobs.
-        arena_address, buffer: the arena.
+        arena: with their frames.
     """
 
-    def __init__(self, count: int, parts: int, arena_address: int, buffer: memoryview) -> None:
+    def __init__(self, count: int, parts: int, arena: Arena) -> None:
         self._parts = parts
         self._area = header_area(parts)
-        self._arena_address = arena_address
-        self._buffer = buffer
+        self._arena = arena
         memory = mmap.mmap(-1, count * self._area)
-        self._pages = memoryview(memory)
-        self._address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+        self._pages = np.frombuffer(memory, np.uint64).reshape(count, -1)
+        self._address = self._pages.ctypes.data
         self._free = list(range(count))
 
     @property
@@ -48,35 +48,39 @@ class HeaderPages:
         """How many are not in use."""
         return len(self._free)
 
-    def page(self, move: Move) -> memoryview:
-        """Return the header area of a move."""
-        at = move.page * self._area
-        return self._pages[at : at + self._area]
-
     def give_back(self, move: Move) -> None:
         """Let another move have its page, if it has one."""
         if move.page >= 0:
             self._free.append(move.page)
             move.page = -1
 
-    def requests(self, moves: Iterable[Move]) -> list[Request]:
-        """Give each move a page, filled in for a save, and put neighbours together; a request's owner is its moves."""
+    def take_in(self, moves: Sequence[Move]) -> list[str | None]:
+        """Judge what was read; see headers.take_in."""
+        return take_in(self._pages, self._arena, moves, self._parts)
+
+    def requests(self, moves: Sequence[Move]) -> list[Request]:
+        """Give moves of one direction pages, and put neighbours together; a request's owner is its moves."""
+        # whichever way round they were asked for
+        moves = sorted(moves, key=_where)
+        for move in moves:
+            move.page = self._free.pop()
+        if moves and moves[0].direction is Direction.WRITE:
+            made = make_pages(self._arena, moves, self._parts)
+            self._pages[[move.page for move in moves], : made.shape[1]] = made
+        return self._merged(moves)
+
+    def _merged(self, moves: Sequence[Move]) -> list[Request]:
+        base, area, arena_address = self._address, self._area, self._arena.address
         made: list[Request] = []
         pieces: list[tuple[int, int]] = []
-        direction, fd, end, left_bytes, left = Direction.READ, -1, -1, 0, 0
+        fd, end, left_bytes, left = -1, -1, 0, 0
         for move in moves:
-            place, frame = move.place, move.frame
-            assert place is not None, "the move has begun"
-            move.page = self._free.pop()
-            at = move.page * self._area
-            if move.direction is Direction.WRITE:
-                page = self._pages[at : at + self._area]
-                write_page(page, self._buffer, frame, place.generation, self._parts)
+            place, frame = place_of(move), move.frame
             blob_bytes = -(-frame.blob_bytes // fmt.PAGE) * fmt.PAGE
-            page_piece = (self._address + at, self._area)
-            blob_piece = (self._arena_address + frame.offset, blob_bytes)
-            size = self._area + blob_bytes
-            is_neighbour = place.offset == end and place.fd == fd and move.direction is direction
+            page_piece = (base + move.page * area, area)
+            blob_piece = (arena_address + frame.slot.offset, blob_bytes)
+            size = area + blob_bytes
+            is_neighbour = place.offset == end and place.fd == fd
             if is_neighbour and left > 0 and size <= left_bytes:
                 pieces += (page_piece, blob_piece)
                 moves_of(made[-1]).append(move)
@@ -85,12 +89,7 @@ class HeaderPages:
                     made[-1].pieces = tuple(pieces)
                 pieces = [page_piece, blob_piece]
                 made.append(Request(move.direction, place.fd, place.offset, (), owner=[move]))
-                direction, fd, left_bytes, left = (
-                    move.direction,
-                    place.fd,
-                    MERGED_BYTES,
-                    MERGED_BLOBS,
-                )
+                fd, left_bytes, left = place.fd, MERGED_BYTES, MERGED_BLOBS
             end, left_bytes, left = place.offset + size, left_bytes - size, left - 1
         if made:
             made[-1].pieces = tuple(pieces)
@@ -100,10 +99,9 @@ class HeaderPages:
         """Return a request for each blob of one that failed: the others must not fail with it."""
         made = []
         for number, move in enumerate(moves_of(request)):
-            assert move.place is not None, "the move has begun"
             pieces = request.pieces[2 * number : 2 * number + 2]
             made.append(
-                Request(request.direction, request.fd, move.place.offset, pieces, owner=[move])
+                Request(request.direction, request.fd, place_of(move).offset, pieces, owner=[move])
             )
         return made
 
@@ -113,3 +111,8 @@ def moves_of(request: Request) -> list[Move]:
     moves = request.owner
     assert isinstance(moves, list), "made here"
     return moves
+
+
+def _where(move: Move) -> tuple[int, int]:
+    place = place_of(move)
+    return place.segment, place.slot

@@ -1,6 +1,6 @@
 """Slots of all segments: what each holds, who holds it, and which one is given up next. No I/O, no quota.
 
-    FREE --begin--> SAVING --publish--> READY --unlist--> FREE, or DOOMED until the last reader has let go
+    FREE --list---> SAVING --publish--> READY --unlist--> FREE, or DOOMED until the last reader has let go
       ^               |                   |
       +----abort------+                   +--quarantine--> QUARANTINED --release--> FREE
 
@@ -187,77 +187,19 @@ class Slots:
         found = np.flatnonzero(np.isin(self.table.states(segment.number), states))
         return [tbl.entry_of(segment.number, slot) for slot in found.tolist()]
 
-    # --- the life of a slot ----------------------------------------------------------------------------------------
-
-    def take(self, slot_class: SlotClass) -> int:
-        """Return a free slot of a class and no longer count it as free, or -1."""
-        if not slot_class.open_segments:
-            return -1
-        segment = slot_class.open_segments[-1]
-        slot = segment.next_free - 1
-        segment.next_free = self.table.rows[segment.number][slot * tbl.ROW_WORDS]
-        segment.free -= 1
-        if not segment.free:
-            slot_class.open_segments.pop()
-        return tbl.entry_of(segment.number, slot)
-
-    def begin(
-        self, entry: int, tag: tuple[int, int], generation: int, blob_bytes: int, parts: int
-    ) -> None:
-        """Let a slot that was taken be saved to; it is listed, and not yet to be loaded."""
-        rows, at = self.table.row(entry)
-        # what makes a row match comes last
-        rows[at + tbl.FACTS] = tbl.facts_of(0, parts, 0, State.SAVING)
-        rows[at + tbl.USE] = 0
-        rows[at + tbl.GENERATION] = generation
-        rows[at + tbl.BLOB_BYTES] = blob_bytes
-        rows[at + tbl.TAG_LO], rows[at + tbl.TAG_HI] = tag
-        self.table.insert(entry)
-        self.of(entry).held += 1
-
-    def publish(self, entry: int, namespace: int, seconds: int) -> None:
-        """Let a blob that was saved be loaded."""
-        rows, at = self.table.row(entry)
-        segment = self.of(entry)
-        self.tick += 1
-        rows[at + tbl.NAMESPACE] = namespace
-        rows[at + tbl.USE] = self.tick << tbl.TICK_SHIFT
-        parts = rows[at + tbl.FACTS] >> 16 & 0xFFFF
-        rows[at + tbl.FACTS] = tbl.facts_of(seconds, parts, 0, State.READY)
-        segment.ready += 1
-        segment.held -= 1
-        segment.ticks += self.tick
-        self.blobs += 1
-        self.blob_bytes += rows[at + tbl.BLOB_BYTES]
-        self.changes += 1
+    # --- the life of a slot; what every blob goes through is in many.py ---------------------------------------------
 
     def abort(self, entry: int) -> None:
         """Free a slot whose save will not be."""
         self.table.remove(entry)
         self.of(entry).held -= 1
-        self._free(entry)
+        self.free(entry)
 
-    def hold(self, entry: int, *, counts_as_use: bool) -> None:
-        """Keep a slot as it is until :meth:`let_go`."""
+    def hold(self, entry: int) -> None:
+        """Keep a slot as it is until it is let go of; that does not count as a use."""
         rows, at = self.table.row(entry)
-        segment = self.of(entry)
-        use = rows[at + tbl.USE]
-        if counts_as_use:
-            self.tick += 1
-            segment.ticks += self.tick - (use >> tbl.TICK_SHIFT)
-            use = self.tick << tbl.TICK_SHIFT | tbl.CHANCE | use & tbl.HOLDS_MASK
-        rows[at + tbl.USE] = use + 1
-        segment.held += 1
-
-    def let_go(self, entry: int) -> None:
-        """Undo one :meth:`hold`."""
-        rows, at = self.table.row(entry)
-        rows[at + tbl.USE] -= 1
-        self.of(entry).held -= 1
-        self.changes += 1
-        facts = rows[at + tbl.FACTS]
-        if facts & 0xFF == State.DOOMED and not rows[at + tbl.USE] & tbl.HOLDS_MASK:
-            self._free(entry)
+        rows[at + tbl.USE] += 1
+        self.of(entry).held += 1
 
     def unlist(self, entry: int) -> None:
         """Make a ready blob unknown; its slot is free as soon as nobody holds it."""
@@ -265,7 +207,7 @@ class Slots:
         if rows[at + tbl.USE] & tbl.HOLDS_MASK:
             self._set_state(rows, at, State.DOOMED)
         else:
-            self._free(entry)
+            self.free(entry)
 
     def quarantine(self, entry: int, reason: int) -> None:
         """Make a ready blob unknown and keep its slot out of use; *reason* is the number of it."""
@@ -284,7 +226,7 @@ class Slots:
         self.of(entry).quarantined -= 1
         self.classes[self.of(entry).size].quarantined -= 1
         self.quarantined -= 1
-        self._free(entry)
+        self.free(entry)
         return True
 
     def _leave_ready(self, entry: int) -> tuple[memoryview, int]:
@@ -297,7 +239,8 @@ class Slots:
         self.blob_bytes -= rows[at + tbl.BLOB_BYTES]
         return rows, at
 
-    def _free(self, entry: int) -> None:
+    def free(self, entry: int) -> None:
+        """Let a slot be taken that is not listed, and that nobody holds."""
         rows, at = self.table.row(entry)
         segment = self.of(entry)
         self._set_state(rows, at, State.FREE)

@@ -427,10 +427,10 @@ def test_a_disk_that_fails_at_everything_does_not_keep_the_tier_from_closing(wor
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", fail)
-        patch.setattr(tier._driver, "_next_report_s", 0.0)
+        patch.setattr(tier._driver._upkeep, "_next_report_s", 0.0)
         with world.io.fault("io_error"):
             assert tier.save(NEW, wait=True).statuses == [ERROR] * COUNT
-            world.wait_for(lambda: tier._driver._next_report_s)
+            world.wait_for(lambda: tier._driver._upkeep._next_report_s)
             assert not tier._driver.is_broken
             tier.flush(DEADLINE_S)
             assert tier.close(DEADLINE_S)

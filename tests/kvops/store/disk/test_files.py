@@ -149,9 +149,17 @@ def test_the_journal_stays_small_whatever_is_overwritten(open_files, folder, io)
     files = open_files()
     for number in range(0, 8_000, 50):
         note(files, *range(number, number + 50), num_bytes=LARGE)
-    assert files.stats()["rewrites"] > 3
-    assert files.stats()["journal_bytes"] <= seg.JOURNAL_FIXED_BYTES + 128 * files.stats()["slots"]
+    stats = files.stats()
+    assert stats["rewrites"] > 1
+    assert stats["journal_bytes"] <= seg.JOURNAL_FIXED_BYTES + 128 * stats["slots"]
     assert disk_bytes(folder) <= QUOTA
+    files.remove([tag(number) for number in range(8_000)])
+    # whoever is idle does not wait until it must be
+    files.tidy()
+    assert files.stats()["rewrites"] == stats["rewrites"] + 1
+    assert files.stats()["journal_bytes"] == 64
+    files.tidy()
+    assert files.stats()["rewrites"] == stats["rewrites"] + 1
 
 
 def test_a_journal_that_can_not_be_rewritten_keeps_to_its_share_and_then_refuses(
@@ -165,6 +173,7 @@ def test_a_journal_that_can_not_be_rewritten_keeps_to_its_share_and_then_refuses
         limit = seg.JOURNAL_FIXED_BYTES + seg.JOURNAL_SLOT_BYTES * files.stats()["slots"]
         while files.stats()["journal_bytes"] + 64 <= limit:
             note(files, next(numbers), num_bytes=1_000_000)
+        files.tidy()
         last = next(numbers)
         place = files.begin_save(tag(last), 1_000_000, 1)
         with pytest.raises(OSError, match="Input/output"):

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kvferry.kvops.store.disk import format as disk
+from kvferry.kvops.store.disk import many
 from kvferry.kvops.store.disk import segments as seg
 from kvferry.kvops.store.disk import table as tbl
 from kvferry.kvops.store.disk.segments import Segments
@@ -34,19 +35,39 @@ def make(tmp_path, io):
         segments.close()
 
 
+def take(slots, slot_class, number):
+    """Take a free slot for a blob; return its place, None if there is none."""
+    answers = []
+    many.list_saves(
+        slots, {(4000, 1): slot_class}, [(tag(number), 4000)], 1, lambda: number + 1, answers
+    )
+    return answers[0] if answers else None
+
+
+def publish(slots, place):
+    many.publish(slots, [(place, b"")], {b"": 0}, 0)
+
+
+def use(segments, place):
+    """Hold a slot as a load does."""
+    assert many.hold_ready(segments.slots, segments, [place.tag]) == [place]
+
+
+def let_go(slots, *places):
+    many.let_go(slots, places)
+
+
 def fill(segments, size, count, first=0):
-    """Publish *count* blobs of a size; return their entries."""
+    """Publish *count* blobs of a size; return their places."""
     slots = segments.slots
     slot_class = slots.class_of(size)
-    entries = []
+    places = []
     for number in range(first, first + count):
         if not slot_class.open_segments:
             assert segments.grow(slot_class, born=1)
-        entry = slots.take(slot_class)
-        slots.begin(entry, tag(number), number + 1, 4000, 1)
-        slots.publish(entry, 0, 0)
-        entries.append(entry)
-    return entries
+        places.append(take(slots, slot_class, number))
+        publish(slots, places[-1])
+    return places
 
 
 def names(folder):
@@ -171,26 +192,26 @@ def victims(slots, slot_class, count):
 def test_the_clock_takes_the_oldest_and_spares_what_was_used_once(make):
     segments = make()
     slots = segments.slots
-    entries = fill(segments, SMALL, 6)
-    for entry in entries[:3]:
-        slots.hold(entry, counts_as_use=True)
-        slots.let_go(entry)
-    slots.hold(entries[3], counts_as_use=False)
+    places = fill(segments, SMALL, 6)
+    entries = [place.entry for place in places]
+    for place in places[:3]:
+        use(segments, place)
+        let_go(slots, place)
+    slots.hold(entries[3])
     assert victims(slots, slots.class_of(SMALL), 2) == entries[4:]
     # round again: the chances are used up, one is held
     assert victims(slots, slots.class_of(SMALL), 4) == [*entries[:3], -1]
-    slots.let_go(entries[3])
+    let_go(slots, places[3])
     assert victims(slots, slots.class_of(SMALL), 2) == [entries[3], -1]
 
 
 def test_what_is_written_or_in_quarantine_is_no_victim(make):
     segments = make()
     slots = segments.slots
-    entries = fill(segments, SMALL, 2)
-    saving = slots.take(slots.class_of(SMALL))
-    slots.begin(saving, tag(99), 99, 4000, 1)
-    slots.quarantine(entries[0], 3)
-    assert victims(slots, slots.class_of(SMALL), 2) == [entries[1], -1]
+    bad, ready = fill(segments, SMALL, 2)
+    assert take(slots, slots.class_of(SMALL), 99)
+    slots.quarantine(bad.entry, 3)
+    assert victims(slots, slots.class_of(SMALL), 2) == [ready.entry, -1]
 
 
 def test_heat_is_the_mean_of_the_last_uses(make):
@@ -200,19 +221,18 @@ def test_heat_is_the_mean_of_the_last_uses(make):
     warm = fill(segments, LARGE, 4, first=10)
     other = slots.class_of(SlotSize(16384, 4096))
     assert [s.size for s in slots.coldest(other)] == [SMALL, LARGE]
-    for entry in cold:
-        slots.hold(entry, counts_as_use=True)
+    for place in cold:
+        use(segments, place)
     assert [s.size for s in slots.coldest(other)] == [LARGE]
-    for entry in cold:
-        slots.let_go(entry)
+    let_go(slots, *cold)
     assert [s.size for s in slots.coldest(other)] == [LARGE, SMALL]
     for segment in slots.segments.values():
         ticks = [slots.last_use(e) for e in slots.entries_in(segment, State.READY)]
         assert segment.heat == sum(ticks) / len(ticks)
-    slots.unlist(warm[0])
-    slots.quarantine(warm[1], 1)
-    ticks = [slots.last_use(e) for e in warm[2:]]
-    assert slots.of(warm[0]).heat == sum(ticks) / 2
+    slots.unlist(warm[0].entry)
+    slots.quarantine(warm[1].entry, 1)
+    ticks = [slots.last_use(place.entry) for place in warm[2:]]
+    assert slots.of(warm[0].entry).heat == sum(ticks) / 2
 
 
 def test_segments_are_taken_over_only_if_that_is_enough_and_they_are_colder(make):
@@ -220,16 +240,15 @@ def test_segments_are_taken_over_only_if_that_is_enough_and_they_are_colder(make
     slots = segments.slots
     while segments.grow(slots.class_of(SMALL), 1):
         pass
-    fill(segments, SMALL, slots.total)
+    places = fill(segments, SMALL, slots.total)
     large = slots.class_of(SlotSize(20 * MIB, 4096))
     count = len(slots.segments)
     assert not segments.take_over(large, colder_than=0.0)
     assert not segments.take_over(slots.class_of(SlotSize(80 * MIB, 4096)), math.inf)
-    for entry in slots.entries_in(next(iter(slots.segments.values())), State.READY)[:1]:
-        slots.hold(entry, counts_as_use=False)
-        # what is left is not enough
-        assert not segments.take_over(large, math.inf)
-        slots.let_go(entry)
+    slots.hold(places[0].entry)
+    # what is left is not enough
+    assert not segments.take_over(large, math.inf)
+    let_go(slots, places[0])
     assert len(slots.segments) == count
     assert segments.take_over(large, math.inf)
     assert segments.grow(large, 1)
@@ -245,33 +264,31 @@ def test_counts_hold_after_any_life(make):
     for number in range(3000):
         act = chance.choice("bbpahlurq")
         if act == "b" and slot_class.open_segments:
-            saving.append(slots.take(slot_class))
-            slots.begin(saving[-1], tag(number), number + 1, 100, 1)
+            saving.append(take(slots, slot_class, number))
         elif act == "p" and saving:
             ready.append(saving.pop(chance.randrange(len(saving))))
-            slots.publish(ready[-1], 0, 0)
+            publish(slots, ready[-1])
         elif act == "a" and saving:
-            slots.abort(saving.pop(chance.randrange(len(saving))))
+            slots.abort(saving.pop(chance.randrange(len(saving))).entry)
         elif act == "h" and ready:
             held.append(chance.choice(ready))
-            slots.hold(held[-1], counts_as_use=True)
+            use(segments, held[-1])
         elif act == "l" and held:
-            entry = held.pop(chance.randrange(len(held)))
-            slots.let_go(entry)
-            if entry in doomed and entry not in held:
-                doomed.remove(entry)
+            place = held.pop(chance.randrange(len(held)))
+            let_go(slots, place)
+            if place in doomed and place not in held:
+                doomed.remove(place)
         elif act == "u" and ready:
-            entry = ready.pop(chance.randrange(len(ready)))
-            slots.unlist(entry)
-            if entry in held:
-                doomed.append(entry)
+            place = ready.pop(chance.randrange(len(ready)))
+            slots.unlist(place.entry)
+            if place in held:
+                doomed.append(place)
         elif act == "q" and ready:
             bad.append(ready.pop(chance.randrange(len(ready))))
-            slots.quarantine(bad[-1], 1)
+            slots.quarantine(bad[-1].entry, 1)
         elif act == "r" and bad:
-            entry = bad[-1]
-            assert slots.release(entry) is (entry not in held)
-            if entry not in held:
+            assert slots.release(bad[-1].entry) is (bad[-1] not in held)
+            if bad[-1] not in held:
                 bad.pop()
         (segment,) = slots.segments.values()
         busy = len(ready) + len(saving) + len(bad) + len(doomed)
@@ -279,12 +296,12 @@ def test_counts_hold_after_any_life(make):
         assert segment.held == len(held) + len(saving)
         assert segment.free == segment.block.slots - busy
         assert (slots.blobs, slots.quarantined) == (len(ready), len(bad))
-        assert segment.ticks == sum(slots.last_use(entry) for entry in ready)
+        assert segment.ticks == sum(slots.last_use(place.entry) for place in ready)
     # the chain of free slots has each of them once
     slots_left = set()
-    for _ in range(segment.free):
-        slots_left.add(slots.take(slot_class))
-    assert slots.take(slot_class) == -1
-    taken = {*ready, *saving, *bad, *doomed}
+    for number in range(segment.free):
+        slots_left.add(take(slots, slot_class, 10_000 + number).entry)
+    assert take(slots, slot_class, 20_000) is None
+    taken = {place.entry for place in (*ready, *saving, *bad, *doomed)}
     everything = {tbl.entry_of(0, n) for n in range(segment.block.slots)}
     assert slots_left == everything - taken

@@ -50,6 +50,14 @@ def test_the_wheel_ships_types_and_licence_and_no_byte_code(wheel):
     assert not [path for path in files if path.endswith(".pyc")]
 
 
+def test_the_wheel_ships_the_source_that_is_compiled_at_first_use(wheel):
+    _, files = wheel
+    sources = list((ROOT / "kernels").rglob("*.cu"))
+    assert sources
+    for source in sources:
+        assert files[f"kvferry/{source.relative_to(ROOT)}"] == source.read_bytes()
+
+
 def test_the_wheel_is_found_by_vllm_and_by_the_shell(wheel):
     _, files = wheel
     (entry_points,) = [text for path, text in files.items() if path.endswith("entry_points.txt")]

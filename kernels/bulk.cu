@@ -30,7 +30,7 @@ typedef unsigned long long u64;
 #define GATHER_PENDING 4
 #define SCATTER_PENDING 2
 
-static const u64 BLOCK_MASK = (1ull << 28) - 1;
+static const u32 BLOCK_MASK = (1u << 28) - 1;
 
 struct Group {
   u32 first_unit, first_entry, first_tile, tiles;
@@ -115,36 +115,43 @@ __device__ __forceinline__ void bulk_wait() {
 
 #endif  // KVFERRY_BULK_MODEL
 
-// one unit's row of both tables, as loaded
+// one unit's row of both tables, as loaded: only what is used. A register that a load fills but nobody
+// reads would be taken for something else at once, and that would wait for the load
 struct Lookup {
-  Pair entry, base_stride, offset_bytes;
+  u32 block, bytes;
+  u64 address, offset;
+  Pair base_stride;
 };
 
 __device__ __forceinline__ Lookup look_up(const Pair* __restrict__ entries,  // [N] block and address
                                           const Pair* __restrict__ tiles,    // [T, 2] base, stride, offset, bytes
                                           const Groups& groups, u32 num_groups, u32 num_units, u32 unit) {
   Lookup found = {};
-  found.entry.first = BLOCK_MASK;
+  found.block = BLOCK_MASK;
   if (unit < num_units) {
     u32 group = 0;
     while (group + 1 < num_groups && unit >= groups.row[group + 1].first_unit) ++group;
     const Group row = groups.row[group];
-    const u32 entry = (unit - row.first_unit) / row.tiles;
-    const u64 tile = row.first_tile + (unit - row.first_unit - entry * row.tiles);
-    found.entry = entries[row.first_entry + entry];
-    found.base_stride = tiles[2 * tile];
-    found.offset_bytes = tiles[2 * tile + 1];
+    const u32 number = (unit - row.first_unit) / row.tiles;
+    const Pair* entry = entries + row.first_entry + number;
+    const Pair* tile = tiles + 2 * (u64)(row.first_tile + (unit - row.first_unit - number * row.tiles));
+    // the lower halves: block id and size
+    found.block = *(const u32*)&entry->first;
+    found.address = entry->second;
+    found.base_stride = tile[0];
+    found.offset = tile[1].first;
+    found.bytes = *(const u32*)&tile[1].second;
   }
   return found;
 }
 
 template <bool GATHER>
 __device__ __forceinline__ Move resolve(const Lookup& found) {
-  const u64 block = found.entry.first & BLOCK_MASK;
+  const u32 block = found.block & BLOCK_MASK;
   const u64 cache = found.base_stride.first + block * found.base_stride.second;
-  const u64 frame = found.entry.second + found.offset_bytes.first;
+  const u64 frame = found.address + found.offset;
   // all bits of a hole's block are set: nothing moves
-  const u32 bytes = block == BLOCK_MASK ? 0 : (u32)found.offset_bytes.second;
+  const u32 bytes = block == BLOCK_MASK ? 0 : found.bytes;
   return GATHER ? Move{cache, frame, bytes} : Move{frame, cache, bytes};
 }
 

@@ -80,7 +80,7 @@ MUTANTS = {
     "the last stores are left to themselves": ("    bulk_wait();\n", ""),
     "the last loads are left to themselves": ("while (ring.under_way) ring.drain();", ""),
     "barriers are not published": ("barrier_publish();\n  }", "}"),
-    "every group starts at the first tile": ("row.first_tile + (unit", "(unit"),
+    "every group starts at the first tile": ("row.first_tile + (unit", "0 + (unit"),
 }  # fmt: skip
 
 

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from .layout import BlockIds, BlockLayout, Segment
 
-
 ENOUGH_BLOCKS = 4
 """Blocks from which a scatter to separate storages is one call per segment; perf/bench_scatter.py."""
 

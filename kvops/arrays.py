@@ -1,9 +1,20 @@
-"""Arrays of other libraries as torch tensors on the same memory."""
+"""Arrays of other libraries as torch tensors on the same memory; what the operators' functions share."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+
+class _Registered(Protocol):
+    @property
+    def caches(self) -> tuple[torch.Tensor, ...]: ...
+
+
+def caches_of(layout: _Registered) -> Sequence[torch.Tensor]:
+    """Return what a compiled graph must know of; nothing outside of one, where it only costs time."""
+    return layout.caches if torch.compiler.is_compiling() else ()
 
 
 def as_tensor(name: str, array: Any) -> torch.Tensor:

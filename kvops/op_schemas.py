@@ -34,6 +34,30 @@ SCHEMAS = {
         f"{_ENTRIES}, Tensor? checksums=None, Tensor(b!)? mismatch=None, Tensor(c!)? done=None, "
         f"{_BUDGET}) -> ()"
     ),
+    "gather_slots": (
+        "(int layout, Tensor[] caches, Tensor slot_mapping, Tensor(a!) rows, "
+        f"int max_sms={MAX_SMS}) -> ()"
+    ),
+    "scatter_slots": (
+        "(int layout, Tensor(a!)[] caches, Tensor slot_mapping, Tensor rows, "
+        f"int max_sms={MAX_SMS}) -> ()"
+    ),
+    "gather_heads": (
+        "(int layout, Tensor[] caches, Tensor block_ids, Tensor(a!) blobs, Tensor offsets, "
+        f"int head_first=0, int? head_count=None, int max_sms={MAX_SMS}) -> ()"
+    ),
+    "scatter_heads": (
+        "(int layout, Tensor(a!)[] caches, Tensor block_ids, Tensor blobs, Tensor offsets, "
+        f"int head_first=0, int? head_count=None, int max_sms={MAX_SMS}) -> ()"
+    ),
+    "gather_quantized": (
+        "(int layout, Tensor[] caches, Tensor block_ids, Tensor(a!) blobs, Tensor offsets, "
+        f"int max_sms={MAX_SMS}) -> ()"
+    ),
+    "scatter_dequantized": (
+        "(int layout, Tensor(a!)[] caches, Tensor block_ids, Tensor blobs, Tensor offsets, "
+        f"int max_sms={MAX_SMS}) -> ()"
+    ),
     "checksum_blocks": "(Tensor blobs, Tensor offsets, Tensor sizes, Tensor(a!) checksums) -> ()",
 }
 """Name and schema of every operator."""

@@ -10,12 +10,35 @@ from typing import Any
 
 import torch
 
-from .arrays import as_tensor
+from .arrays import as_tensor, caches_of
 from .block_ops import GATHER_BLOCKS, SCATTER_BLOCKS
 from .op_schemas import BYTES_IN_FLIGHT, MAX_SMS
+from .ops_rows import (
+    gather_heads,
+    gather_quantized,
+    gather_slots,
+    scatter_dequantized,
+    scatter_heads,
+    scatter_slots,
+)
 from .registered import RegisteredLayout, register_layout
+from .registered_rows import register_heads, register_quantized, register_rows
 
-__all__ = ["as_tensor", "gather_blocks", "register_layout", "scatter_blocks"]
+__all__ = [
+    "as_tensor",
+    "gather_blocks",
+    "gather_heads",
+    "gather_quantized",
+    "gather_slots",
+    "register_heads",
+    "register_layout",
+    "register_quantized",
+    "register_rows",
+    "scatter_blocks",
+    "scatter_dequantized",
+    "scatter_heads",
+    "scatter_slots",
+]
 
 
 def gather_blocks(
@@ -84,7 +107,7 @@ def gather_blocks(
         >>> gather_blocks(layout, torch.tensor([5, 1]), blobs, torch.tensor([0, 18432]))  # doctest: +SKIP
     """
     GATHER_BLOCKS(
-        layout.handle, _caches(layout), as_tensor("block_ids", block_ids),
+        layout.handle, caches_of(layout), as_tensor("block_ids", block_ids),
         as_tensor("blobs", blobs), as_tensor("offsets", offsets), counts,
         _maybe("blob_ids", blob_ids), _maybe("places", places), _maybe("checksums", checksums),
         _maybe("done", done), max_sms, bytes_in_flight,
@@ -161,16 +184,11 @@ def scatter_blocks(
         >>> scatter_blocks(layout, torch.tensor([5, 1]), blobs, torch.tensor([0, 18432]))  # doctest: +SKIP
     """
     SCATTER_BLOCKS(
-        layout.handle, _caches(layout), as_tensor("block_ids", block_ids),
+        layout.handle, caches_of(layout), as_tensor("block_ids", block_ids),
         as_tensor("blobs", blobs), as_tensor("offsets", offsets), counts,
         _maybe("blob_ids", blob_ids), _maybe("places", places), _maybe("checksums", checksums),
         _maybe("mismatch", mismatch), _maybe("done", done), max_sms, bytes_in_flight,
     )  # fmt: skip
-
-
-def _caches(layout: RegisteredLayout) -> Sequence[torch.Tensor]:
-    """Return what the graph must know of; nothing outside of one, where it only costs time."""
-    return layout.caches if torch.compiler.is_compiling() else ()
 
 
 def _maybe(name: str, array: Any) -> torch.Tensor | None:

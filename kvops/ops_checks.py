@@ -109,10 +109,55 @@ def check_elements(
         )
 
 
-def check_budget(max_sms: int, bytes_in_flight: int) -> None:
-    """Raise unless a launch can keep to these."""
+def check_rows(
+    name: str, tensor: torch.Tensor, num_rows: int, row_bytes: int, device: torch.device
+) -> None:
+    """Raise unless *tensor* holds rows that *device* can reach and that do not overlap."""
+    if (
+        tensor.dtype is not torch.uint8
+        or tensor.layout is not torch.strided
+        or tuple(tensor.shape) != (num_rows, row_bytes)
+        or (row_bytes > 1 and tensor.stride(1) != 1)
+        or (num_rows > 1 and tensor.stride(0) < row_bytes)
+        or not is_near(tensor, device)
+    ):
+        near = device if device.type == "cpu" else f"{device} or pinned"
+        raise ValueError(
+            f"{name} must be torch.uint8 [{num_rows}, {row_bytes}], bytes of a row adjacent, rows "
+            f"apart, on {near}; got {describe(tensor)}"
+        )
+
+
+def check_slots(name: str, tensor: torch.Tensor, num_slots: int, device: torch.device) -> None:
+    """Raise unless *tensor* is int64 ``[T]`` on *device*; on a host, of existing slots or holes."""
+    if (
+        tensor.dtype is not torch.int64
+        or tensor.layout is not torch.strided
+        or tensor.dim() != 1
+        or tensor.device != device
+        or not tensor.is_contiguous()
+    ):
+        raise ValueError(
+            f"{name} must be torch.int64 [T], contiguous, on {device}; got {describe(tensor)}"
+        )
+    if device.type == "cpu":
+        slots = tensor.numpy()
+        wrong = (slots < HOLE) | (slots >= num_slots)
+        if wrong.any():
+            raise ValueError(
+                f"{name} must be {HOLE} (a hole) or in 0..{num_slots - 1}; got {slots[wrong][0]}"
+            )
+
+
+def check_sms(max_sms: int) -> None:
+    """Raise unless a launch can keep to it."""
     if not 1 <= max_sms <= MAX_SMS:
         raise ValueError(f"max_sms must be in 1..{MAX_SMS}; got {max_sms}")
+
+
+def check_budget(max_sms: int, bytes_in_flight: int) -> None:
+    """Raise unless a launch can keep to these."""
+    check_sms(max_sms)
     if not MIN_BYTES_IN_FLIGHT <= bytes_in_flight <= MAX_BYTES_IN_FLIGHT:
         raise ValueError(
             f"bytes_in_flight must be in {MIN_BYTES_IN_FLIGHT}..{MAX_BYTES_IN_FLIGHT}; "
@@ -168,9 +213,9 @@ def check_blocks(
     several = len(counts) > 1
     groups = np.repeat(np.arange(len(counts)), counts) if several else np.zeros(ids.size, np.int64)
     is_hole = ids == HOLE
-    _check_ids(layout, ids, groups, is_hole)
+    _check_ids(layout.num_blocks, ids, groups)
     sizes = layout.block_bytes[groups]
-    _check_offsets(layout, blobs, starts, sizes, is_hole)
+    _check_offsets(layout.table.alignment, blobs, starts, sizes, is_hole)
     chunk, place = _check_blobs(blob_ids, places, ids.size)
     num_blobs = 0 if chunk is None or not chunk.size else int(chunk.max()) + 1
     for name, tensor, dtype in results:
@@ -193,22 +238,70 @@ def check_blocks(
                 f"block_ids must not name bytes of the cache twice in a scatter; got {twice} again"
             )
     else:
-        at = first_overlap(kept_starts, kept_starts + kept_sizes)
-        if at is not None:
-            raise ValueError(
-                "offsets must keep the blocks apart in blobs; "
-                f"got {kept_starts[at]} inside another block"
-            )
+        _check_places(kept_starts, kept_starts + kept_sizes)
     address = blobs.data_ptr()
     _check_results(results, num_blobs, kept_starts + address, kept_sizes, layout.memory)
     return Blocks(ids, counts, starts + address, chunk, place)
 
 
-def _check_ids(layout: RegisteredLayout, ids: Int64s, groups: Int64s, is_hole: Bools) -> None:
-    wrong = (ids < HOLE) | (ids >= layout.num_blocks[groups])
+def check_one_group(
+    memory: Memory,
+    num_blocks: int,
+    block_bytes: int,
+    alignment: int,
+    block_ids: torch.Tensor,
+    blobs: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    is_load: bool,
+) -> tuple[Int64s, Int64s]:
+    """Check the blocks and places of a transfer of one group.
+
+    Returns:
+        Block ids, holes among them, and addresses of their shares of blobs, ``[N]`` int64 each.
+
+    Raises:
+        ValueError: an argument is not what it must be.
+    """
+    ids = host_int64s("block_ids", block_ids)
+    check_bytes("blobs", blobs, memory.device)
+    starts = host_int64s("offsets", offsets, ids.size)
+    groups, sizes = np.zeros(ids.size, np.int64), np.full(ids.size, block_bytes)
+    is_hole = ids == HOLE
+    _check_ids(np.array([num_blocks]), ids, groups)
+    _check_offsets(alignment, blobs, starts, sizes, is_hole)
+    check_apart("blobs", blobs, memory)
+    if is_load:
+        check_once("block_ids", ids[~is_hole])
+    else:
+        kept = starts[~is_hole]
+        _check_places(kept, kept + block_bytes)
+    return ids, starts + blobs.data_ptr()
+
+
+def check_once(name: str, values: Int64s) -> None:
+    """Raise if a number comes twice in what a scatter writes."""
+    ordered = np.sort(values)
+    twice = ordered[1:][np.diff(ordered) == 0]
+    if twice.size:
+        raise ValueError(
+            f"{name} must not name bytes of the cache twice in a scatter; got {twice[0]} again"
+        )
+
+
+def _check_places(starts: Int64s, ends: Int64s) -> None:
+    at = first_overlap(starts, ends)
+    if at is not None:
+        raise ValueError(
+            f"offsets must keep the blocks apart in blobs; got {starts[at]} inside another block"
+        )
+
+
+def _check_ids(num_blocks: Int64s, ids: Int64s, groups: Int64s) -> None:
+    wrong = (ids < HOLE) | (ids >= num_blocks[groups])
     if wrong.any():
         at = int(wrong.argmax())
-        limit = layout.num_blocks[groups[at]]
+        limit = num_blocks[groups[at]]
         raise ValueError(
             f"block_ids must be {HOLE} (a hole) or in 0..{limit - 1} in group {groups[at]}; "
             f"got {ids[at]}"
@@ -216,7 +309,7 @@ def _check_ids(layout: RegisteredLayout, ids: Int64s, groups: Int64s, is_hole: B
 
 
 def _check_offsets(
-    layout: RegisteredLayout, blobs: torch.Tensor, starts: Int64s, sizes: Int64s, is_hole: Bools
+    alignment: int, blobs: torch.Tensor, starts: Int64s, sizes: Int64s, is_hole: Bools
 ) -> None:
     # compared without a sum: an offset near the largest number must not wrap around
     wrong = ((starts < 0) | (starts > blobs.numel() - sizes)) & ~is_hole
@@ -226,7 +319,6 @@ def _check_offsets(
             f"offsets must leave room for a block of {sizes[at]} bytes in blobs of "
             f"{blobs.numel()} bytes; got {starts[at]}"
         )
-    alignment = layout.table.alignment
     wrong = ((starts + blobs.data_ptr()) % alignment != 0) & ~is_hole
     if wrong.any():
         raise ValueError(

@@ -3,7 +3,7 @@
 An operator never takes an address from its caller. It takes the handle of a registered layout, and
 every address follows from the layout's tables; so every argument can be checked before a byte moves.
 
-``caches`` are the layout's storages as flat byte tensors. An operator that is given them works on
+``caches`` are the layout's storages as flat tensors. An operator that is given them works on
 exactly these; without them it works on the memory that was registered. The difference matters under
 ``torch.compile`` only: there a tensor that an operator writes may be a copy, to be copied back later,
 and a write into the registered memory behind it would be undone.
@@ -35,7 +35,8 @@ class Memory:
         Keeps the storages alive.
 
     Attributes:
-        caches: one flat uint8 tensor per storage, in the order of their addresses.
+        caches: one flat tensor per storage, in the order of their addresses, of the type that the
+            engine's tensor has: a compiled graph cannot write a tensor whose views differ in type.
         device: where they live.
         spans: ``[spans, 2]`` int64, the bytes in use, merged where they touch: first address, and the
             one behind the last.
@@ -58,7 +59,7 @@ class Memory:
         wanted = list(spans)
         for start, end in wanted:
             home = self._home(start)
-            if home < 0 or end > self._starts[home] + self.caches[home].numel():
+            if home < 0 or end > self._starts[home] + self.caches[home].nbytes:
                 raise ValueError(
                     "layout must keep the tensors that its segments are in; "
                     f"got a segment of {end - start} bytes outside of them"
@@ -80,9 +81,9 @@ class Memory:
                 f"got {len(caches)}"
             )
         for index, (cache, own) in enumerate(zip(caches, self.caches, strict=True)):
-            if cache.dtype != torch.uint8 or cache.shape != own.shape or not cache.is_contiguous():
+            if cache.dtype != own.dtype or cache.shape != own.shape or not cache.is_contiguous():
                 raise ValueError(
-                    f"caches[{index}] must be a contiguous torch.uint8 {list(own.shape)}; "
+                    f"caches[{index}] must be a contiguous {own.dtype} {list(own.shape)}; "
                     f"got {cache.dtype} {list(cache.shape)} of strides {list(cache.stride())}"
                 )
             if cache.device != self.device:
@@ -110,7 +111,7 @@ class RegisteredLayout:
         handle: the ``layout`` argument of ``torch.ops.kvferry.*``.
         table: the segments, on their device.
         layouts: one per group.
-        caches: the storages as flat uint8 tensors: the ``caches`` argument.
+        caches: the storages as flat tensors: the ``caches`` argument.
         memory: the same storages, with the spans in use.
         movers: per group, what moves it in host memory; none on another device.
         block_bytes: ``[groups]`` int64, payload of one block in bytes.
@@ -265,11 +266,11 @@ def register_layout(layouts: BlockLayout | Sequence[BlockLayout]) -> RegisteredL
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """View the storage behind *tensor* as bytes."""
+    """View the whole storage behind *tensor* as one flat tensor."""
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
-        storage, 0, (storage.nbytes(),), (1,)
-    )
+    dtype = torch.uint8 if storage.nbytes() % tensor.element_size() else tensor.dtype
+    size = (storage.nbytes() // dtype.itemsize,)
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, size, (1,))
 
 
 def _spans(layout: BlockLayout) -> list[Span]:

@@ -178,6 +178,7 @@ class Store(PutGet):
         """Make frames readable whose parts are all ready, and abort the others; return which became readable."""
         out = []
         words, known, buffer, parts = self._words, self.frames, self._buffer, self.parts
+        held, index, publish = self._space.held, self._index, self._publish
         for frame in frames:
             mine = (
                 frame.is_writing
@@ -187,9 +188,10 @@ class Store(PutGet):
                 and parts_ready(buffer, frame.slot.header, parts)
             )
             if mine:
-                self._space.held.discard(frame)
-                self._index.promise(-1)
-                self._publish(frame)
+                held.discard(frame)
+                index.promised -= 1
+                index.room += 1
+                publish(frame)
             else:
                 self.abort((frame,))
             out.append(mine)
@@ -280,13 +282,14 @@ class Store(PutGet):
                 self._free(frame)
                 self.counts["bad"] += 1
 
-    def guard(self, frame: Frame) -> None:
-        """Keep a reserved frame from being taken back after a reset while this process itself fills it."""
-        self._pins[frame] = 1
+    def guard(self, frames: Iterable[Frame]) -> None:
+        """Keep reserved frames from being taken back after a reset while this process itself fills them."""
+        self._pins.update(dict.fromkeys(frames, 1))
 
-    def unguard(self, frame: Frame) -> None:
-        """End what :meth:`guard` began; commit or abort the frame next."""
-        del self._pins[frame]
+    def unguard(self, frames: Iterable[Frame]) -> None:
+        """End what :meth:`guard` began; commit or abort the frames next."""
+        for frame in frames:
+            del self._pins[frame]
 
     def delete(self, keys: Iterable[bytes]) -> list[bool]:
         """Delete chunks that are ready and that no load reads; return which."""

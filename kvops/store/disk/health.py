@@ -1,7 +1,7 @@
 """What became of moves, as it bears on those to come: a breaker for each direction, and blobs that could not be read."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from kvferry.kvops.store.file_io import Direction
@@ -53,7 +53,7 @@ class Health:
 
     def is_too_early(self, tag: Tag) -> bool:
         """Return whether a blob that could not be read is not to be tried again yet."""
-        return self._failed.get(tag, 0.0) > self._clock()
+        return bool(self._failed) and self._failed.get(tag, 0.0) > self._clock()
 
     def note(self, move: Move, status: Status, why: str) -> None:
         """Take in how a move ended."""
@@ -69,9 +69,19 @@ class Health:
                 self._failed[tag] = self._clock() + RETRY_AFTER_S
                 if len(self._failed) > FAILED_KEPT:
                     del self._failed[next(iter(self._failed))]
-        elif status in (Status.DONE, Status.CORRUPT):
-            self._breakers[direction].succeeded()
-            if self._failed:
+        elif status is Status.CORRUPT:
+            self._note_work(direction, (tag,))
+
+    def note_done(self, moves: Sequence[Move]) -> None:
+        """Take in moves of one direction that ended well."""
+        if moves:
+            self._note_work(moves[0].direction, [move.tag for move in moves])
+
+    def _note_work(self, direction: Direction, tags: Iterable[Tag]) -> None:
+        """The drive did what it should, whatever came of it."""
+        self._breakers[direction].succeeded()
+        if self._failed:
+            for tag in tags:
                 self._failed.pop(tag, None)
 
     def settle(self) -> None:

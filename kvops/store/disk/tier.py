@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvferry.kvops.store.file_io import Direction, FileIo
 from kvferry.kvops.store.frame import Frame
-from kvferry.kvops.store.store import Reserve, Store
+from kvferry.kvops.store.store import Store
 
 from . import last_run
 from .admission import Admission, Policy, by_tag
@@ -25,6 +25,7 @@ from .format import blob_tag
 from .fresh import Fresh
 from .health import FAILURES, VERBS, Health
 from .jobs import Handle, Move, Status
+from .loads import Loads
 from .places import Tag
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ PRESSURE = 0.1
 PRESSURE_BATCH = 64
 """Frames looked at in one step under pressure."""
 
-_RESERVED = {answer: Status[answer.name] for answer in Reserve}
+TOGETHER = 64
+"""Chunks of one call that are handed to the driver together: it begins while the next ones are prepared."""
 
 
 class DiskTier:
@@ -63,12 +65,12 @@ class DiskTier:
         self._clock = clock
         self._admission = Admission(self._policy)
         self._health = Health(files.folder, clock)
-        self._saving_bytes = self._loading_bytes = 0
+        self._saving_bytes = 0
         self._saving: set[Tag] = set()
-        self._loading: dict[tuple[bytes, bytes], Move] = {}
         self._was_stored = False
         self._to_start: list[Move] = []
         self._fresh = Fresh(store, clock)
+        self._loads = Loads(store, files, self._health, self._policy, self._fresh, clock)
         self._is_closed = self._has_ended = False
         self._held = files.stats()
         self.counts: dict[str, int] = dict.fromkeys(
@@ -85,7 +87,7 @@ class DiskTier:
 
     def is_loading(self, key: bytes) -> bool:
         """Return whether a chunk is on its way up."""
-        return (self._store.namespace, key) in self._loading
+        return (self._store.namespace, key) in self._loads.moving
 
     def is_fresh(self, frame: Frame) -> bool:
         """Return whether a chunk came up and nobody has read it yet."""
@@ -172,13 +174,19 @@ class DiskTier:
                 handle.answer(at, Status.OFF)
                 self.counts["skipped_off"] += 1
                 continue
-            self._store.pin((frame,))
             self._saving.add(tag)
             self._saving_bytes = bytes_after
             moves.append(
                 Move(Direction.WRITE, frame, tag, handle, at, asked, now + self._policy.timeout_s)
             )
+            if len(moves) == TOGETHER:
+                self._start_saves(moves)
+                moves = []
+        self._start_saves(moves)
+
+    def _start_saves(self, moves: Sequence[Move]) -> None:
         if moves:
+            self._store.pin([move.frame for move in moves])
             self._driver.ask(moves)
 
     # --- coming up ---------------------------------------------------------------------------------------------
@@ -205,53 +213,19 @@ class DiskTier:
             Answers in request order.
         """
         handle = Handle(keys)
-        now = self._clock()
-        allowed = not self._is_off(Direction.READ)
-        for at, key in enumerate(keys):
-            found = self._begin_load(key, tokens, handle, at, now) if allowed else Status.OFF
-            if isinstance(found, Status):
-                handle.answer(at, found)
+        asked_s = time.monotonic()
+        for first in range(0, len(keys), TOGETHER):
+            numbers = range(first, min(first + TOGETHER, len(keys)))
+            if self._is_off(Direction.READ):
+                for at in numbers:
+                    handle.answer(at, Status.OFF)
             else:
-                self._to_start.append(found)
-        if start:
-            self._start()
+                self._to_start += self._loads.begin(handle, numbers, tokens, asked_s)
+            if start:
+                self._start()
         if wait:
             self.wait(handle, timeout_s)
         return handle
-
-    def _begin_load(
-        self, key: bytes, tokens: int, handle: Handle, at: int, now: float
-    ) -> Move | Status:
-        store = self._store
-        if key in store.frames and store.frames[key].is_ready:
-            return Status.EXISTS
-        if self.is_loading(key):
-            return Status.PENDING
-        tag = blob_tag(store.namespace, key)
-        blob_bytes = self._files.blob_bytes(tag)
-        if not blob_bytes or blob_bytes % store.parts:
-            return Status.MISSING
-        if self._health.is_too_early(tag):
-            return Status.MISSING
-        bytes_after = self._loading_bytes + blob_bytes
-        if self._loading_bytes and bytes_after > self._policy.max_inflight_bytes:
-            return Status.BUSY
-        # half of the arena stays for those who compute; what came up is to be read before more of it
-        if self._fresh.num_bytes + bytes_after > max(store.arena.arena_bytes // 2, blob_bytes):
-            self._fresh.forget_idle()
-            return Status.BUSY if self._loading or self._fresh.is_moving else Status.NO_ROOM
-        if not self._health.allows(Direction.READ):
-            return Status.OFF
-        (answer,) = store.reserve([key], blob_bytes, tokens=tokens)
-        if not isinstance(answer, Frame):
-            return _RESERVED[answer]
-        store.guard(answer)
-        self._loading_bytes += blob_bytes
-        until_s = now + self._policy.timeout_s
-        move = Move(Direction.READ, answer, tag, handle, at, time.monotonic(), until_s)
-        move.is_second = self._health.has_failed(tag)
-        self._loading[store.namespace, key] = move
-        return move
 
     def _start(self) -> None:
         if self._to_start:
@@ -280,37 +254,52 @@ class DiskTier:
             self._was_stored = False
             self._relieve()
 
-    def _take_back(self, moves: Iterable[Move]) -> None:
-        loaded: list[Move] = []
-        store = self._store
-        for move in moves:
-            frame, status = move.frame, move.status
-            if move.direction is Direction.READ:
-                self._loading_bytes -= frame.blob_bytes
-                del self._loading[frame.namespace, frame.key]
-                store.unguard(frame)
-                if status is Status.DONE:
-                    loaded.append(move)
-                    continue
-                store.abort((frame,))
-            else:
-                self._saving_bytes -= frame.blob_bytes
-                self._saving.discard(move.tag)
-                store.unpin((frame,))
-                if status is Status.DONE:
-                    self.counts["saved"] += 1
-                    self.counts["saved_bytes"] += frame.blob_bytes
-                elif status in (Status.NO_ROOM, Status.BUSY):
-                    self.counts[f"skipped_{status.value}"] += 1
+    def _take_back(self, moves: Sequence[Move]) -> None:
+        loads = [move for move in moves if move.direction is Direction.READ]
+        if loads:
+            self._take_back_loads(loads)
+        saves = [move for move in moves if move.direction is Direction.WRITE]
+        for move in saves:
+            self._saving_bytes -= move.frame.blob_bytes
+            self._saving.discard(move.tag)
+        self._store.unpin([move.frame for move in saves])
+        saved = [move for move in saves if move.status is Status.DONE]
+        self.counts["saved"] += len(saved)
+        self.counts["saved_bytes"] += sum([move.frame.blob_bytes for move in saved])
+        self._answer_done(saved)
+        for move in saves:
+            status = move.status
+            if status is Status.DONE:
+                continue
+            if status in (Status.NO_ROOM, Status.BUSY):
+                self.counts[f"skipped_{status.value}"] += 1
             self._answer(move, status, move.why)
-        until_s = self._clock() + self._policy.hold_s
-        committed = store.commit([move.frame for move in loaded])
-        for move, is_there in zip(loaded, committed, strict=True):
-            self._answer(move, Status.DONE if is_there else Status.MISSING, "")
-        there = [move.frame for move, is_there in zip(loaded, committed, strict=True) if is_there]
-        self._fresh.add(there, until_s)
+
+    def _take_back_loads(self, moves: Sequence[Move]) -> None:
+        self._loads.end(moves)
+        for move in moves:
+            if move.status is not Status.DONE:
+                self._store.abort((move.frame,))
+                self._answer(move, move.status, move.why)
+        loaded = [move for move in moves if move.status is Status.DONE]
+        committed = self._store.commit([move.frame for move in loaded])
+        if not all(committed):
+            for move, is_there in zip(loaded, committed, strict=True):
+                if not is_there:
+                    self._answer(move, Status.MISSING, "")
+            loaded = [move for move, is_there in zip(loaded, committed, strict=True) if is_there]
+        self._answer_done(loaded)
+        there = [move.frame for move in loaded]
+        self._fresh.add(there, self._clock() + self._policy.hold_s)
         self.counts["loaded"] += len(there)
-        self.counts["loaded_bytes"] += sum(frame.blob_bytes for frame in there)
+        self.counts["loaded_bytes"] += sum([frame.blob_bytes for frame in there])
+
+    def _answer_done(self, moves: Sequence[Move]) -> None:
+        # what is late was answered, and counted, when its deadline passed
+        done = [move for move in moves if not move.is_late]
+        self._health.note_done(done)
+        for move in done:
+            move.handle.answer(move.at, Status.DONE)
 
     def _answer(self, move: Move, status: Status, why: str) -> None:
         if move.is_late and status is not Status.TIMEOUT:
@@ -338,14 +327,14 @@ class DiskTier:
 
     def give_way(self, timeout_s: float) -> None:
         """If something is under way, wait until something has ended: for steps that have nothing else to do."""
-        if self._loading or self._saving:
+        if self._loads.moving or self._saving:
             self._driver.changed.wait(timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait for everything that was asked for; False if time ran out. How durable it is then, the sync policy says."""
         until_s = time.monotonic() + timeout_s
         self._start()
-        while self._saving or self._loading:
+        while self._saving or self._loads.moving:
             if time.monotonic() >= until_s or self._driver.is_broken:
                 return False
             self._driver.changed.wait(0.01)
@@ -358,7 +347,7 @@ class DiskTier:
             **self._held,
             **self.counts,
             "not_admitted": self._admission.refused,
-            "inflight_bytes": self._saving_bytes + self._loading_bytes,
+            "inflight_bytes": self._saving_bytes + self._loads.num_bytes,
             "saves_off": int(self._health.is_off(Direction.WRITE)),
             "loads_off": int(self._health.is_off(Direction.READ)),
         }

@@ -463,7 +463,7 @@ def test_a_thread_that_breaks_answers_and_takes_nothing_more(world, caplog, monk
         monkeypatch.setattr(tier._driver, "is_broken", False)
         handle = tier.load(OLD, wait=True)
         assert handle.statuses == [Status.OFF] * COUNT
-        assert not tier._loading
+        assert not tier._loads.moving
         monkeypatch.setattr(tier._driver, "is_broken", True)
     assert tier.close(DEADLINE_S)
     assert "a defect" in caplog.text

@@ -124,13 +124,13 @@ def caches(tiny: bool) -> dict[str, Builder]:
     llama = {"L": 3, "B": 11, "H": 8, "N": 16, "C": 256}
     if tiny:
         llama = {"L": 2, "B": 5, "H": 2, "N": 4, "C": 16}
-    tokens = 4 if tiny else 64
+    tokens, latent_width = (4, 64) if tiny else (64, 576)
     return {
         "llama LBNHC": attention("LBNHC", llama),
         "llama LHBNC, heads apart": attention("LHBNC", llama),
         "llama BLHNC, one run a block": attention("BLHNC", llama),
         "kv first": halves(7, 4 if tiny else 16, 2, 16 if tiny else 128, 2),
-        "mla 576 bf16": latent(6, tokens, [576] * 3, BF16),
+        "mla 576 bf16": latent(6, tokens, [latent_width] * 3, BF16),
         "mla 656 B and indexer 132 B": latent(6, tokens, [656, 132, 656, 132], U8),
         "hybrid, three groups": hybrid(2048 if tiny else 32 << 10, 1040 if tiny else 20_000),
         "padded pages, words of 8 bytes": opaque(7, [1000, 4040], 24),

@@ -14,7 +14,6 @@ from kvferry.kernels.head_runs import HeadRuns
 from kvferry.kernels.quantized_rows import QuantizedRows
 from kvferry.kernels.table import BLOCK_MASK, HOLE
 
-WHERE = ("host", "device")
 ROW_CACHES = (
     "llama LBNHC",
     "mla 576 bf16",
@@ -43,9 +42,14 @@ def cases(tiny: bool) -> list[Case]:
     return made
 
 
+def homes(context: Context) -> tuple[str, ...]:
+    """Return where frames are: on a CPU both are the same memory."""
+    return ("host",) if context.tiny else ("host", "device")
+
+
 def check_slots(name: str, build, context: Context) -> None:
     """Rows by slot: gather, and scatter of other rows."""
-    for where in WHERE:
+    for where in homes(context):
         pair = Pair(context, build)
         rows, twin_rows = pair.device.rows, pair.cpu.rows
         num_slots = rows.num_blocks * rows.block_size
@@ -76,7 +80,7 @@ def chosen_blocks(num_blocks: int) -> np.ndarray:
 
 def check_heads(name: str, build, context: Context) -> None:
     """Pages to canonical blobs of a model with four times the heads, as one of four ranks sees it, and back."""
-    for where in WHERE:
+    for where in homes(context):
         pair = Pair(context, build)
         heads_here = _heads_of(pair)
         share = (
@@ -109,7 +113,7 @@ def _heads_of(pair: Pair) -> int | None:
 
 def check_numbers(name: str, build, context: Context) -> None:
     """Numbers to fp8 codes and scales, and back: the same codes as the twin's, bit for bit."""
-    for where in WHERE:
+    for where in homes(context):
         pair = Pair(context, build)
         rows, twin_rows = (QuantizedRows.from_rows(one.rows) for one in (pair.device, pair.cpu))
         ids = chosen_blocks(rows.num_blocks)

@@ -78,15 +78,17 @@ def checksum(shape: Shape, where: str, context: Context) -> None:
         "max_sms": sms, "bytes_in_flight": sms * TILE_BYTES}  # fmt: skip
     sums = torch.zeros(shape.blocks, dtype=torch.int64, device=machine.device)
     wrong = torch.zeros(shape.blocks, dtype=torch.int32, device=machine.device)
+    workspace = torch.zeros(shape.blocks, 2, dtype=torch.int64, device=machine.device)
     arguments = (job.table, job.entries, job.counts)
+    summing = {"checksums": sums, "workspace": workspace}
     if where == "h2d":
-        gather.gather_blocks(*arguments, **options, checksums=sums)
+        gather.gather_blocks(*arguments, **options, **summing)
         machine.synchronize()
         plain = functools.partial(scatter.scatter_blocks, *arguments, **options)
-        other = functools.partial(plain, checksums=sums, mismatch=wrong)
+        other = functools.partial(plain, **summing, mismatch=wrong)
     else:
         plain = functools.partial(gather.gather_blocks, *arguments, **options)
-        other = functools.partial(plain, checksums=sums)
+        other = functools.partial(plain, **summing)
     moved = job.moved(to_host=where != "h2d")
 
     def match() -> bool:

@@ -15,8 +15,9 @@ from typing import Literal
 
 import torch
 
+from .cache_shapes import layout_of_views
 from .layout import MAX_WORD_BYTES
-from .strides import Views, check_distinct, contiguous_runs, describe, named
+from .strides import Views, contiguous_runs, describe, named
 
 RowKind = Literal["bhnc", "kv_first", "kv_second", "latent"]
 """How the cache of one layer is indexed, whatever the order of its bytes:
@@ -133,7 +134,7 @@ class RowLayout:
                 as vLLM's CPU attention fills it, and the view's own axes N and C mean nothing.
 
         Raises:
-            ValueError: a view cannot be described; the message names it.
+            ValueError: a view cannot be described, or two share bytes; the message names them.
         """
         if kind not in _SHAPES:
             raise ValueError(f"kind must be one of {', '.join(_SHAPES)}; got {kind!r}")
@@ -146,7 +147,6 @@ class RowLayout:
         shape = None
         for layer, (name, view) in enumerate(pairs):
             fields = _fields(name, view, kind, head_dim, is_packed)
-            check_distinct(name, view)
             first = next(iter(fields.values()))
             found = first.shape[0], first.shape[1], view.device
             shape = shape or found
@@ -159,6 +159,8 @@ class RowLayout:
                 parts.append(RowPart(what, layer, tuple(field.shape[2:]), field.dtype, row_bytes))
                 row_bytes = _add_pieces(pieces, name, field, row_bytes)
         assert shape is not None
+        # rows that share bytes could not be scattered: the same checks as of blocks
+        layout_of_views(views, block_axis=1 if kind == "kv_first" else 0)
         rows = [
             (p.base_address, p.block_stride, p.token_stride, p.nbytes, p.row_offset) for p in pieces
         ]

@@ -68,7 +68,7 @@ def contiguous_runs(
         The byte offset of each run from the first element, in the order of the axes, and the bytes
         of one run.
     """
-    axes = [(n, step) for n, step in zip(sizes, byte_strides, strict=True) if n > 1]
+    axes = list(zip(sizes, byte_strides, strict=True))
     nbytes = element_bytes
     while axes and axes[-1][1] == nbytes:
         nbytes *= axes.pop()[0]

@@ -210,6 +210,14 @@ def test_two_views_are_refused_just_when_they_share_a_byte(data):
         assert layout_of_views(views).block_bytes == sum(view.shape[1] for view in views)
 
 
+def test_gaps_inside_a_page_are_left_out():
+    """Elements 0, 1, 3, 4 of every five: runs nest tightly, yet share nothing."""
+    view = torch.arange(64, dtype=torch.uint8).as_strided((3, 2, 2), (5, 3, 1))
+    layout = layout_of_views([view])
+    assert [s.nbytes for s in layout.segments] == [2, 2]
+    same(block_bytes(layout, 2), torch.tensor([10, 11, 13, 14], dtype=torch.uint8))
+
+
 def test_views_between_each_other_are_told_from_views_that_meet():
     comb = [ROW.as_strided((4, 8), (16, 1)), ROW.as_strided((4, 8), (16, 1), 8)]
     assert len(layout_of_views(comb).segments) == 1

@@ -121,6 +121,18 @@ def test_parts_say_what_the_bytes_are():
     assert latent == RowPart("latent", 0, (9,), torch.bfloat16, 0)
 
 
+def test_layers_that_only_start_adjacent_stay_apart():
+    whole = torch.randint(0, 256, (512,), dtype=torch.uint8)
+    a = whole.as_strided((4, 2, 8), (64, 32, 1))
+    for strides in ((64, 40, 1), (128, 32, 1)):
+        b = whole.as_strided((4, 2, 8), strides, 8)
+        layout = RowLayout.from_views([a, b], "latent")
+        assert len(layout.pieces) == 2
+        check_rows(layout, lambda block, token, b=b: [a[block, token], b[block, token]])
+    b = whole.as_strided((4, 2, 8), (64, 32, 1), 8)
+    assert len(RowLayout.from_views([a, b], "latent").pieces) == 1
+
+
 GOOD = torch.zeros(NB, H, BS, 2 * D)
 BAD = [
     pytest.param(torch.zeros(NB, BS, D), "bhnc", {}, r"must be \[NB, H, BS, C\]", id="3-D"),
@@ -134,6 +146,8 @@ BAD = [
     pytest.param(torch.zeros(NB, H, BS, 16, device="meta"), "bhnc", {}, "memory", id="meta"),
     pytest.param(torch.zeros(NB, BS, H, 16).transpose(1, 2), "bhnc", {"is_packed": True}, "packed",
                  id="packed-by-token"),
+    pytest.param(torch.zeros(NB, H, 1, 32)[..., ::2], "bhnc", {"is_packed": True}, "packed",
+                 id="packed-strided"),
     pytest.param(GOOD, "bhnc", {"is_packed": True, "head_dim": 6}, "12 adjacent", id="packed-dim"),
 ]  # fmt: skip
 
@@ -144,6 +158,11 @@ def test_a_view_that_cannot_be_described_is_named(view, kind, options, message):
     views = {"bad": view} if options else {"good": GOOD, "bad": view}
     with pytest.raises(ValueError, match=rf"views\['bad'\].*{message}"):
         RowLayout.from_views(views, kind, **options)
+
+
+def test_layers_that_share_bytes_are_named():
+    with pytest.raises(ValueError, match=r"views\['b'\] must not share bytes with views\['a'\]"):
+        RowLayout.from_views({"a": GOOD, "b": GOOD}, "bhnc")
 
 
 def test_other_kinds_name_their_shape():

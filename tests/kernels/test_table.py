@@ -155,6 +155,12 @@ def test_a_block_is_looked_for_in_its_own_group():
         pack_entries(table, int64s(1, 7), int64s(64, 64), [1, 1])
 
 
+def test_counts_are_not_negative():
+    table = LayoutTable.from_layouts([group(64), group(64)])
+    with pytest.raises(ValueError, match=r"counts must be 2 numbers.*got \[-1, 2\]"):
+        pack_entries(table, int64s(0), int64s(64), [-1, 2])
+
+
 def test_a_blob_with_too_many_blocks_or_of_two_groups_is_refused():
     table = LayoutTable.from_layouts([group(64), group(64)])
     n = 256

@@ -8,7 +8,7 @@ from perf.device.child import Context
 from perf.device.machine import link_state, nvidia_smi
 from perf.device.record import Case
 
-PARTS = ("correct_blocks", "correct_rows", "correct_paths")
+PARTS = ("correct_blocks", "correct_rows", "correct_paths", "correct_ops")
 
 
 def cases(tiny: bool) -> list[Case]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from .host import HostMover
+from .host_checksum import BlobSums
 from .table import HOLE, Int64s
 
 
@@ -17,6 +18,7 @@ def move_blocks(
     block_ids: Int64s,
     addresses: Int64s,
     counts: Sequence[int],
+    sums: BlobSums | None = None,
     *,
     is_load: bool,
 ) -> None:
@@ -29,6 +31,7 @@ def move_blocks(
         block_ids: ``[N]`` int64, groups one after the other; ``HOLE`` moves nothing.
         addresses: ``[N]`` int64, where each block's own bytes are.
         counts: entries of each group.
+        sums: gets each block's bytes right after it has moved, while they are in a cache.
         is_load: whether the cache is written.
 
     Units:
@@ -39,10 +42,16 @@ def move_blocks(
     """
     start = 0
     for mover, count in zip(movers, counts, strict=True):
-        end = start + count
+        end, block_bytes = start + count, mover.layout.block_bytes
         ids, places = block_ids[start:end], addresses[start:end]
-        for first, last in runs(ids, places, mover.layout.block_bytes):
-            mover.move(ids[first:last], 0, int(places[first]), is_load=is_load)
+        for first, last in runs(ids, places, block_bytes):
+            if sums is None:
+                mover.move(ids[first:last], 0, int(places[first]), is_load=is_load)
+                continue
+            for entry in range(first, last):
+                address = int(places[entry])
+                mover.move(ids[entry : entry + 1], 0, address, is_load=is_load)
+                sums.add(start + entry, address, block_bytes)
         start = end
 
 

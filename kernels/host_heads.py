@@ -88,5 +88,5 @@ def _view(box: Box, address: int, group_stride: int, fragment_stride: int) -> By
     reach = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
     before = -sum(step for step in reach if step < 0)
     extent = before + sum(step for step in reach if step > 0) + 1
-    memory = (ctypes.c_ubyte * extent).from_address(address - before)
+    memory = memoryview((ctypes.c_ubyte * extent).from_address(address - before))
     return np.ndarray(shape, np.uint8, memory, before, strides)

@@ -197,7 +197,8 @@ def _progressions(table: Int64s) -> list[tuple[int, int, tuple[int, int, int]]]:
             and (table[last, 1:3] == table[first, 1:3]).all()
         ):
             last += 1
-        found.append((first, last - first, tuple(step.tolist()) if last - first > 1 else (0, 0, 0)))
+        steps = step.tolist() if last - first > 1 else [0, 0, 0]
+        found.append((first, last - first, (steps[0], steps[1], steps[2])))
         first = last
     return found
 

@@ -39,7 +39,7 @@ class _Slab:
         pieces, nbytes = self.items.shape[2], self.items.itemsize
         start = address + self.row_offset
         extent = (count - 1) * stride + (pieces - 1) * self.row_step + nbytes
-        memory = (ctypes.c_ubyte * extent).from_address(start)
+        memory = memoryview((ctypes.c_ubyte * extent).from_address(start))
         strides = stride, self.row_step
         return np.ndarray((count, pieces), self.items.dtype, memory, 0, strides)
 
@@ -119,6 +119,6 @@ def _slab(rows: RowLayout, pieces: list[RowPiece]) -> _Slab:
     strides = one.block_stride, one.token_stride, step
     shape = rows.num_blocks, rows.block_size, count
     extent = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + one.nbytes
-    memory = (ctypes.c_ubyte * extent).from_address(one.base_address)
+    memory = memoryview((ctypes.c_ubyte * extent).from_address(one.base_address))
     items: Items = np.ndarray(shape, np.dtype((np.void, one.nbytes)), memory, 0, strides)
     return _Slab(items, one.row_offset, row_step)

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 
 
 class _Registered(Protocol):
@@ -40,7 +41,7 @@ def as_tensor(name: str, array: Any) -> torch.Tensor:
                 raise ValueError("it is read-only")
             return torch.from_numpy(array)
         if hasattr(array, "__dlpack__"):
-            return torch.from_dlpack(array)
+            return torch.utils.dlpack.from_dlpack(array)
         if hasattr(array, "__cuda_array_interface__"):
             return torch.as_tensor(array, device="cuda")
     except (ValueError, TypeError, RuntimeError, BufferError, AssertionError) as error:

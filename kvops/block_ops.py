@@ -5,14 +5,17 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvferry.kernels.host_blocks import move_blocks
-from kvferry.kernels.table import pack_entries
+from kvferry.kernels.host_checksum import BlobSums, checksum_spans
+from kvferry.kernels.table import HOLE, Int64s, pack_entries
 
 from .op_schemas import BYTES_IN_FLIGHT, MAX_SMS, define
 from .ops_checks import Blocks, check_blocks, check_budget
 from .registered import LAYOUTS, RegisteredLayout
+from .span_checks import check_spans
 
 
 def gather_blocks(
@@ -38,14 +41,23 @@ def gather_blocks(
     )
     if not blocks.ids.size:
         return
+    packed = pack(registered, blocks)
     if registered.movers:
-        move_blocks(registered.movers, blocks.ids, blocks.addresses, blocks.counts, is_load=False)
+        blobs_moved, sums = _move_on_host(
+            registered, blocks, is_load=False, needs_sums=checksums is not None
+        )
+        if checksums is not None:
+            checksums[blobs_moved] = sums
+        if done is not None:
+            done[blobs_moved] = 1
         return
     from kvferry.kernels import gather
 
+    device = registered.table.device
     gather.gather_blocks(
-        registered.table, entries_of(registered, blocks), blocks.counts,
+        registered.table, torch.from_numpy(packed).to(device, non_blocking=True), blocks.counts,
         max_sms=max_sms, bytes_in_flight=bytes_in_flight, checksums=checksums, done=done,
+        workspace=_workspace(blocks, device, checksums, done),
     )  # fmt: skip
 
 
@@ -79,30 +91,78 @@ def scatter_blocks(
     )
     if not blocks.ids.size:
         return
+    packed = pack(registered, blocks)
     if registered.movers:
-        move_blocks(registered.movers, blocks.ids, blocks.addresses, blocks.counts, is_load=True)
+        blobs_moved, sums = _move_on_host(
+            registered, blocks, is_load=True, needs_sums=checksums is not None
+        )
+        if checksums is not None and mismatch is not None:
+            mismatch[blobs_moved[checksums[blobs_moved] != sums]] = 1
+        if done is not None:
+            done[blobs_moved] = 1
         return
     from kvferry.kernels import scatter
 
+    device = registered.table.device
     scatter.scatter_blocks(
-        registered.table, entries_of(registered, blocks), blocks.counts,
-        max_sms=max_sms, bytes_in_flight=bytes_in_flight,
-        checksums=checksums, mismatch=mismatch, done=done,
+        registered.table, torch.from_numpy(packed).to(device, non_blocking=True), blocks.counts,
+        max_sms=max_sms, bytes_in_flight=bytes_in_flight, checksums=checksums, mismatch=mismatch,
+        done=done, workspace=_workspace(blocks, device, checksums, done),
     )  # fmt: skip
 
 
-def entries_of(registered: RegisteredLayout, blocks: Blocks) -> torch.Tensor:
-    """Pack a checked transfer and send it to the device: 16 bytes per block.
+def checksum_blocks(
+    blobs: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor, checksums: torch.Tensor
+) -> None:
+    """Implement ``torch.ops.kvferry.checksum_blocks``."""
+    starts, spans = check_spans(blobs, offsets, sizes, checksums)
+    sums = checksum_spans(blobs, starts, spans)
+    checksums[: starts.size].copy_(sums, non_blocking=True)
 
-    Returns:
-        ``[N, 2]`` int64 on the layout's device, ordered on its current stream.
+
+def pack(registered: RegisteredLayout, blocks: Blocks) -> Int64s:
+    """Pack a checked transfer: 16 bytes per block, ``[N, 2]`` int64, all that a launch is sent.
+
+    Raises:
+        ValueError: a blob has too many blocks, or blocks of two groups.
     """
-    packed = pack_entries(
+    return pack_entries(
         registered.table, blocks.ids, blocks.addresses, blocks.counts, blocks.blob_ids,
         blocks.places,
     )  # fmt: skip
-    return torch.from_numpy(packed).to(registered.table.device, non_blocking=True)
+
+
+def _move_on_host(
+    registered: RegisteredLayout, blocks: Blocks, *, is_load: bool, needs_sums: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move, and return the blobs of which a block moved and, if needed, their checksums."""
+    chunks, places = blocks.blob_ids, blocks.places
+    sums = None
+    if needs_sums and chunks is not None and places is not None:
+        sums = BlobSums(blocks.ids, chunks, places)
+    move_blocks(
+        registered.movers, blocks.ids, blocks.addresses, blocks.counts, sums, is_load=is_load
+    )
+    if sums is not None:
+        moved, values = sums.result()
+        return torch.from_numpy(moved), torch.from_numpy(values)
+    none = np.empty(0, np.int64)
+    moved = none if chunks is None else np.unique(chunks[blocks.ids != HOLE])
+    return torch.from_numpy(moved), torch.from_numpy(none)
+
+
+def _workspace(
+    blocks: Blocks,
+    device: torch.device,
+    checksums: torch.Tensor | None,
+    done: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Return what a launch counts down in, of its own: launches may run at the same time."""
+    if blocks.blob_ids is None or (checksums is None and done is None):
+        return None
+    return torch.zeros((int(blocks.blob_ids.max()) + 1, 2), dtype=torch.int64, device=device)
 
 
 GATHER_BLOCKS = define("gather_blocks", gather_blocks)
 SCATTER_BLOCKS = define("scatter_blocks", scatter_blocks)
+CHECKSUM_BLOCKS = define("checksum_blocks", checksum_blocks)

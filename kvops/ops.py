@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .arrays import as_tensor, caches_of
-from .block_ops import GATHER_BLOCKS, SCATTER_BLOCKS
+from .block_ops import CHECKSUM_BLOCKS, GATHER_BLOCKS, SCATTER_BLOCKS
 from .op_schemas import BYTES_IN_FLIGHT, MAX_SMS
 from .ops_rows import (
     gather_heads,
@@ -26,6 +26,7 @@ from .registered_rows import register_heads, register_quantized, register_rows
 
 __all__ = [
     "as_tensor",
+    "checksum_blocks",
     "gather_blocks",
     "gather_heads",
     "gather_quantized",
@@ -73,7 +74,8 @@ def gather_blocks(
         blob_ids: number of each entry's blob in this transfer, ``[N]`` int64 on the host.
         places: place of each entry's block in its blob, ``[N]`` int64 on the host; with *blob_ids*.
         checksums: gets the checksum of each blob's moved blocks, ``[blobs]`` int64, any stride (say,
-            words of the frame headers). Needs *blob_ids*.
+            words of the frame headers). A blob of holes alone gets none. Needs *blob_ids*, and a
+            layout aligned to 8 bytes.
         done: gets 1 for each blob when its last byte and its checksum are written, ``[blobs]`` int32,
             any stride. Needs *blob_ids*.
         max_sms: most streaming multiprocessors to take; a host ignores it.
@@ -188,6 +190,50 @@ def scatter_blocks(
         as_tensor("blobs", blobs), as_tensor("offsets", offsets), counts,
         _maybe("blob_ids", blob_ids), _maybe("places", places), _maybe("checksums", checksums),
         _maybe("mismatch", mismatch), _maybe("done", done), max_sms, bytes_in_flight,
+    )  # fmt: skip
+
+
+def checksum_blocks(blobs: Any, offsets: Any, sizes: Any, checksums: Any) -> None:
+    """Compute the checksums of blobs that lie in memory: what a gather of the same bytes wrote.
+
+    ``checksums[i]`` receives the checksum of ``blobs[offsets[i] : offsets[i] + sizes[i]]``, taken from
+    its first byte: that of a whole blob whose blocks are in their places. On a device it is enqueued on
+    the current stream. On the host it is done when the call returns.
+
+    Args:
+        blobs: ``[bytes]`` uint8, contiguous, on the host or a device. Only read.
+        offsets: where each span starts in *blobs*, ``[N]`` int64 on the host; overlaps are allowed.
+        sizes: bytes of each span, ``[N]`` int64 on the host.
+        checksums: ``[N or more]`` int64, any stride, on the same device or in pinned host memory, not
+            in the spans. Elements beyond N keep what they held.
+
+    Returns:
+        Nothing; *checksums* is written in place.
+
+    Raises:
+        ValueError: an argument differs from the above. Nothing has been written.
+
+    Threads:
+        Any number at once, as long as no two write the same elements.
+
+    Ownership:
+        The memory stays the caller's. It must live, and not change, until the stream has passed.
+
+    Units:
+        Reads each span once; writes 8 bytes for each.
+
+    Source:
+        Meaning ``kernels/checksum.py::checksum_bytes``; on a device ``kernels/host_checksum.py``.
+
+    Example:
+        >>> sums = torch.zeros(1, dtype=torch.int64)
+        >>> checksum_blocks(
+        ...     torch.zeros(64, dtype=torch.uint8), torch.tensor([0]), torch.tensor([64]), sums
+        ... )  # doctest: +SKIP
+    """
+    CHECKSUM_BLOCKS(
+        as_tensor("blobs", blobs), as_tensor("offsets", offsets), as_tensor("sizes", sizes),
+        as_tensor("checksums", checksums),
     )  # fmt: skip
 
 

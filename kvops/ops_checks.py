@@ -109,46 +109,6 @@ def check_elements(
         )
 
 
-def check_rows(
-    name: str, tensor: torch.Tensor, num_rows: int, row_bytes: int, device: torch.device
-) -> None:
-    """Raise unless *tensor* holds rows that *device* can reach and that do not overlap."""
-    if (
-        tensor.dtype is not torch.uint8
-        or tensor.layout is not torch.strided
-        or tuple(tensor.shape) != (num_rows, row_bytes)
-        or (row_bytes > 1 and tensor.stride(1) != 1)
-        or (num_rows > 1 and tensor.stride(0) < row_bytes)
-        or not is_near(tensor, device)
-    ):
-        near = device if device.type == "cpu" else f"{device} or pinned"
-        raise ValueError(
-            f"{name} must be torch.uint8 [{num_rows}, {row_bytes}], bytes of a row adjacent, rows "
-            f"apart, on {near}; got {describe(tensor)}"
-        )
-
-
-def check_slots(name: str, tensor: torch.Tensor, num_slots: int, device: torch.device) -> None:
-    """Raise unless *tensor* is int64 ``[T]`` on *device*; on a host, of existing slots or holes."""
-    if (
-        tensor.dtype is not torch.int64
-        or tensor.layout is not torch.strided
-        or tensor.dim() != 1
-        or tensor.device != device
-        or not tensor.is_contiguous()
-    ):
-        raise ValueError(
-            f"{name} must be torch.int64 [T], contiguous, on {device}; got {describe(tensor)}"
-        )
-    if device.type == "cpu":
-        slots = tensor.numpy()
-        wrong = (slots < HOLE) | (slots >= num_slots)
-        if wrong.any():
-            raise ValueError(
-                f"{name} must be {HOLE} (a hole) or in 0..{num_slots - 1}; got {slots[wrong][0]}"
-            )
-
-
 def check_sms(max_sms: int) -> None:
     """Raise unless a launch can keep to it."""
     if not 1 <= max_sms <= MAX_SMS:
@@ -217,6 +177,13 @@ def check_blocks(
     sizes = layout.block_bytes[groups]
     _check_offsets(layout.table.alignment, blobs, starts, sizes, is_hole)
     chunk, place = _check_blobs(blob_ids, places, ids.size)
+    alignment = layout.table.alignment
+    if alignment < 8 and any(
+        name == "checksums" and tensor is not None for name, tensor, _ in results
+    ):
+        raise ValueError(
+            f"checksums must be left out of a layout that is not aligned to 8 bytes; got {alignment}"
+        )
     num_blobs = 0 if chunk is None or not chunk.size else int(chunk.max()) + 1
     for name, tensor, dtype in results:
         if tensor is not None:

@@ -11,8 +11,9 @@ import torch
 from kvferry.kernels.table import BLOCK_MASK, HOLE, Int64s
 
 from .op_schemas import MAX_SMS, define
-from .ops_checks import check_apart, check_once, check_one_group, check_rows, check_slots, check_sms
+from .ops_checks import check_apart, check_once, check_one_group, check_sms
 from .registered_rows import HEADS, QUANTIZED, ROWS
+from .span_checks import check_rows, check_slots
 
 
 def gather_slots(

@@ -39,8 +39,12 @@ class BadCalls:
                 [names[number]] if number < len(names) else rng.sample(names, rng.choice((1, 2, 3)))
             )
             call = self.good()
-            # one for each argument: a spoiler expects what is right
-            for name in {name.split(":")[0]: name for name in few}.values():
+            # one for each argument: a spoiler expects what is right; and one length, for two may agree
+            chosen = {
+                "length" if name.endswith("length") else name.split(":")[0]: name for name in few
+            }
+            few = list({name.split(":")[0]: name for name in chosen.values()}.values())
+            for name in few:
                 self.spoilers[name](rng, call)
             raised = None
             try:

@@ -1,0 +1,85 @@
+"""Checksums of blobs in host memory, made right after a block has moved, and of blobs anywhere.
+
+The definition, and the vectorised sum over bytes, are ``checksum.py``'s.
+"""
+
+import ctypes
+
+import numpy as np
+import torch
+
+from .checksum import (
+    FOLD,
+    MIX_0,
+    MIX_1,
+    SEED,
+    VECTOR_BYTES,
+    checksum_bytes,
+    checksum_share,
+    lane_keys,
+)
+from .table import HOLE, Int64s
+
+_MASK = (1 << 64) - 1
+_LOW = (1 << 32) - 1
+
+
+class BlobSums:
+    """The checksums of the blobs of one transfer, as its blocks move.
+
+    Attributes:
+        sums: blob id -> checksum of what has moved of it, signed.
+    """
+
+    def __init__(self, block_ids: Int64s, blob_ids: Int64s, places: Int64s) -> None:
+        """Begin with the blobs of which a block moves: a blob of holes alone has no checksum."""
+        self._entries = blob_ids.tolist(), places.tolist()
+        moved = np.unique(blob_ids[block_ids != HOLE])
+        self._sums = dict.fromkeys(moved.tolist(), SEED)
+
+    def add(self, entry: int, address: int, block_bytes: int) -> None:
+        """Add the bytes of an entry's block, at *address* in its blob."""
+        blobs, places = self._entries
+        # read where it lies: a view of host memory that nothing keeps alive
+        memory = memoryview((ctypes.c_ubyte * block_bytes).from_address(address))
+        share = checksum_share(memory, places[entry] * block_bytes)
+        self._sums[blobs[entry]] = (self._sums[blobs[entry]] + share) & _MASK
+
+    def result(self) -> tuple[Int64s, Int64s]:
+        """Return the blobs of which a block moved and their checksums, ``[blobs]`` int64 each."""
+        sums = np.array(list(self._sums.values()), np.uint64).view(np.int64)
+        return np.array(list(self._sums), np.int64), sums
+
+
+def checksum_spans(blobs: torch.Tensor, offsets: Int64s, sizes: Int64s) -> torch.Tensor:
+    """Return the checksum of each ``blobs[offset : offset + size]``, ``[N]`` int64 on its device.
+
+    Arguments are trusted. On a device nothing is waited for: the sums are made by torch.
+    """
+    pairs = list(zip(offsets.tolist(), sizes.tolist(), strict=True))
+    if blobs.device.type == "cpu":
+        data = blobs.numpy()
+        sums = [checksum_bytes(data[start : start + size]) for start, size in pairs]
+        return torch.from_numpy(np.array(sums, np.uint64).view(np.int64))
+    spans = [checksum_tensor(blobs[start : start + size]) for start, size in pairs]
+    return torch.stack(spans) if spans else torch.empty(0, dtype=torch.int64, device=blobs.device)
+
+
+def checksum_tensor(data: torch.Tensor) -> torch.Tensor:
+    """Return the checksum of uint8 ``[bytes]`` on any device, as an int64 scalar there.
+
+    Integers of 64 bits wrap around, which is the sum's modulus.
+    """
+    padding = -data.numel() % VECTOR_BYTES
+    whole = torch.nn.functional.pad(data, (0, padding)) if padding else data.contiguous().clone()
+    halves = whole.view(torch.int32).long() & _LOW
+    digests = ((halves[0::2] + halves[1::2] * FOLD) & _LOW).view(-1, 2)
+    keys = torch.from_numpy(lane_keys(max(1, digests.shape[0])).astype(np.int64))
+    keys = keys[: digests.shape[0]].to(data.device)
+    mixed = digests[:, 0] * _signed(MIX_0) + digests[:, 1] * _signed(MIX_1)
+    return (keys * mixed).sum() + _signed(SEED)
+
+
+def _signed(word: int) -> int:
+    """Return the 64-bit *word* as torch has it."""
+    return word - (1 << 64) if word >> 63 else word

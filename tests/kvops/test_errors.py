@@ -14,7 +14,7 @@ def test_the_tree_in_the_docstring_is_the_tree_in_the_code():
         if issubclass(item, Exception)
     }
     assert drawn == defined
-    branches = {"ArenaError": [], "DiskError": []}
+    branches = {"ArenaError": [], "DiskError": [], "VineyardError": []}
     branch = ""
     for depth, name in re.findall(r"^( +│?   )[├└]── (\w+)", errors.__doc__, re.MULTILINE):
         if "│" in depth:

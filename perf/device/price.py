@@ -71,6 +71,9 @@ def both(
 def checksum(shape: Shape, where: str, context: Context) -> None:
     """Gather with a checksum of each blob, scatter with its comparison."""
     machine = context.machine
+    if where == "device" and not context.tiny:
+        # several times the cache of the device
+        shape = Shape(shape.segment_bytes, shape.segments, 8 * shape.blocks)
     in_device = torch.empty(shape.num_bytes, dtype=torch.uint8, device=machine.device)
     job = PagedJob(context, shape, frames=in_device if where == "device" else None)
     sms = ALL_SMS if where == "device" else LINK_SMS

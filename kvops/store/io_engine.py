@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import itertools
 import struct
 from collections.abc import Sequence
 
@@ -13,6 +14,9 @@ MAX_PIECES = 64
 
 IOVEC = struct.Struct("=QQ")
 """The kernel's struct iovec on a 64-bit machine: address, bytes."""
+
+_ROWS = [struct.Struct(f"={2 * count}Q") for count in range(MAX_PIECES + 1)]
+"""So many iovecs, in one call."""
 
 SECTOR_BYTES = 512
 """A direct transfer that ends off a multiple of this has met the end of the file."""
@@ -99,6 +103,9 @@ class Iovecs:
     def fill(self, pieces: tuple[tuple[int, int], ...], skip: int = 0) -> int:
         """Describe *pieces* without their first *skip* bytes; return how many iovecs that takes."""
         memory, pack = self._memory, IOVEC.pack_into
+        if not skip:
+            _ROWS[len(pieces)].pack_into(memory, 0, *itertools.chain.from_iterable(pieces))
+            return len(pieces)
         count = 0
         for address, num_bytes in pieces:
             if skip >= num_bytes > 0:

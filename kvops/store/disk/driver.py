@@ -19,7 +19,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.kvops.store import format as fmt
 from kvferry.kvops.store.arena import Arena
@@ -28,7 +28,7 @@ from kvferry.kvops.trace import Stages, current
 
 from .files import BlobFiles, Place, Refusal
 from .format import TRUNCATED, UNREADABLE
-from .jobs import Move, Status, place_of
+from .jobs import REFUSALS, Move, Status, place_of
 from .requests import MERGED_BLOBS, MERGED_BYTES, HeaderPages, moves_of
 from .upkeep import Upkeep
 
@@ -46,7 +46,7 @@ TRIES = 3
 WORTH_WAKING = 64
 """Moves that ended, after which somebody who waits is woken while others are still in flight."""
 
-STEP_REQUESTS = 4
+STEP_REQUESTS = 8
 """Requests prepared before the engine gets them: the drive works while the next ones are prepared."""
 
 WORTH_PUBLISHING = 128
@@ -54,10 +54,6 @@ WORTH_PUBLISHING = 128
 
 PUBLISH_WITHIN_S = 0.01
 """How long saves that were written may wait for others while there is more to submit, seconds."""
-
-REFUSALS = {
-    Refusal.EXISTS: Status.EXISTS, Refusal.PENDING: Status.PENDING, Refusal.NO_ROOM: Status.NO_ROOM,
-}  # fmt: skip
 
 
 class Driver:
@@ -98,7 +94,7 @@ class Driver:
         # on the disk, and not published yet
         self._written: list[Move] = []
         # asked for and not ended, wherever they are
-        self._unended: dict[Move, None] = {}
+        self._unended: set[Move] = set()
         pages = io.depth * MERGED_BLOBS
         self._pages = HeaderPages(pages, parts, arena)
         self._is_stopping = self._has_ended = self._said_engine = False
@@ -111,11 +107,10 @@ class Driver:
         self._thread = threading.Thread(target=self._run, name="kvferry-disk", daemon=True)
         self._thread.start()
 
-    def ask(self, moves: Iterable[Move]) -> None:
-        """Queue moves; loads go first. Never waits."""
-        for move in moves:
-            self._unended[move] = None
-            (self._loads if move.direction is Direction.READ else self._saves).append(move)
+    def ask(self, moves: Sequence[Move]) -> None:
+        """Queue moves, all of one direction; loads go first. Never waits."""
+        self._unended.update(moves)
+        (self._loads if moves[0].direction is Direction.READ else self._saves).extend(moves)
         self._io.wake()
         if self._has_ended:
             # it may have emptied its queues just before
@@ -238,12 +233,14 @@ class Driver:
                 self._drop(move, Status.ERROR, f"open: {answer}")
                 continue
             move.place = answer
-            if answer is None or (answer.blob_bytes, answer.parts) != (
-                move.frame.blob_bytes, self._parts,
-            ):  # fmt: skip
-                self._drop(move, Status.MISSING)
-            else:
+            if (
+                answer is not None
+                and answer.blob_bytes == move.frame.blob_bytes
+                and answer.parts == self._parts
+            ):
                 begun.append(move)
+            else:
+                self._drop(move, Status.MISSING)
         return begun
 
     def _goes_on(self) -> bool:
@@ -256,11 +253,8 @@ class Driver:
         )
 
     def _reap(self) -> list[Completion]:
-        timeout_s = IDLE_S
-        if self._goes_on():
-            timeout_s = 0.0
-        elif self._flying or self._prepared or self._loads or self._saves:
-            timeout_s = 0.05
+        is_busy = self._flying or self._prepared or self._loads or self._saves
+        timeout_s = 0.0 if self._goes_on() else 0.05 if is_busy else IDLE_S
         try:
             return self._io.reap(timeout_s)
         except OSError as error:
@@ -274,17 +268,17 @@ class Driver:
         read: list[Move] = []
         for completion in completions:
             request = completion.request
-            moves = moves_of(request)
+            moves, is_ok = moves_of(request), completion.ok
             self._flying.difference_update(moves)
             if completion.errno in (errno.EINTR, errno.EAGAIN) and moves[0].tries < TRIES:
                 moves[0].tries += 1
                 self._prepared.append(request)
                 continue
-            if len(moves) > 1 and not completion.ok:
+            if len(moves) > 1 and not is_ok:
                 self._prepared += self._pages.alone(request)
                 continue
             self.stages.record("io", request.submitted_s, request.done_s)
-            if completion.ok:
+            if is_ok:
                 into = read if request.direction is Direction.READ else self._written
                 into += moves
             else:
@@ -295,12 +289,12 @@ class Driver:
     def _publish(self) -> None:
         """Publish what was written, many at once unless there is nothing else to do."""
         saved, begin = self._written, time.monotonic()
+        is_enough = len(saved) >= WORTH_PUBLISHING or begin >= self._publish_at_s
+        if saved and not is_enough and self._goes_on():
+            return
+        self._written, self._publish_at_s = [], begin + PUBLISH_WITHIN_S
         if not saved:
-            self._publish_at_s = begin + PUBLISH_WITHIN_S
             return
-        if len(saved) < WORTH_PUBLISHING and begin < self._publish_at_s and self._goes_on():
-            return
-        self._written = []
         try:
             self._files.end_save([(place_of(move), move.frame.namespace) for move in saved])
         except OSError as error:
@@ -309,8 +303,7 @@ class Driver:
                 self._end(move, Status.ERROR, f"publish: {error}")
             return
         self.stages.record("publish", begin, time.monotonic())
-        for move in saved:
-            self._end(move, Status.DONE)
+        self._end_done(saved)
 
     def _take_in(self, read: list[Move]) -> None:
         begin = time.monotonic()
@@ -323,8 +316,7 @@ class Driver:
             else:
                 self._fail_load(move, Status.CORRUPT, reason, reason)
         self._files.end_loads([place_of(move) for move in sound])
-        for move in sound:
-            self._end(move, Status.DONE)
+        self._end_done(sound)
 
     def _fail(self, move: Move, completion: Completion) -> None:
         why = _why(completion)
@@ -384,11 +376,20 @@ class Driver:
 
     def _end(self, move: Move, status: Status, why: str = "") -> None:
         """Give a move back, whose place on the disk has been settled."""
-        self._pages.give_back(move)
-        move.place = None
         move.status, move.why = status, why
-        self._unended.pop(move, None)
-        self.ended.append(move)
+        self._give_back((move,))
+
+    def _end_done(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            move.status = Status.DONE
+        self._give_back(moves)
+
+    def _give_back(self, moves: Sequence[Move]) -> None:
+        self._pages.give_back(moves)
+        for move in moves:
+            move.place = None
+        self._unended.difference_update(moves)
+        self.ended.extend(moves)
 
 
 def _why(completion: Completion) -> str:

@@ -4,6 +4,7 @@ Both happen to every blob, so they happen to many at a time: a page is a row of 
 all rows. format.py says what the words are.
 """
 
+import operator
 import time
 from collections.abc import Sequence
 
@@ -48,6 +49,9 @@ _MADE_READY = int(fmt.PartState.READY) << 16 | int(Algorithm.XXH3_64) << _ALGORI
 _SAME_IN_HEADER = [0, *[_ALL] * 6, _LOW, 0, 0, _LOW << 32, _LOW]
 _SAME_IN_PART = [_LOW, _ALL, _ALL, 0]
 
+_GENERATION_OF = operator.attrgetter("place.generation")
+_HEADER_OF = operator.attrgetter("frame.slot.header")
+
 digest = xxhash.xxh3_64_intdigest
 
 
@@ -65,13 +69,13 @@ def _frame_headers(
     words: Words, moves: Sequence[Move], parts: int
 ) -> tuple[npt.NDArray[np.intp], Words]:
     """Return where each frame's header is in the arena's *words*, and a copy of each."""
-    starts = np.array([move.frame.slot.header for move in moves], np.intp) // 8
+    starts = np.fromiter(map(_HEADER_OF, moves), np.intp, len(moves)) // 8
     columns = np.arange(frame_header_bytes(parts) // 8)
     return starts, words[starts[:, None] + columns]
 
 
 def _generations(moves: Sequence[Move]) -> Words:
-    return np.array([place_of(move).generation for move in moves], np.uint64)
+    return np.fromiter(map(_GENERATION_OF, moves), np.uint64, len(moves))
 
 
 def _checks(pages: Words) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvferry.kvops.store.file_io import Direction
 from kvferry.kvops.store.frame import Frame
 
-from .files import Place
+from .places import Place, Refusal
 
 
 class Status(enum.Enum):
@@ -35,6 +35,12 @@ class Status(enum.Enum):
     """It took too long. Its memory is held until the drive has let go of it."""
     CORRUPT = "corrupt"
     """The bytes on the disk are not what was saved; the copy is out of use."""
+
+
+REFUSALS = {
+    Refusal.EXISTS: Status.EXISTS, Refusal.PENDING: Status.PENDING, Refusal.NO_ROOM: Status.NO_ROOM,
+}  # fmt: skip
+"""How a save ends that found no place."""
 
 
 class Handle:

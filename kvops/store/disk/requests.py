@@ -6,7 +6,8 @@ paid once for all of them. In memory they may lie anywhere, header pages and fra
 """
 
 import mmap
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -48,11 +49,12 @@ class HeaderPages:
         """How many are not in use."""
         return len(self._free)
 
-    def give_back(self, move: Move) -> None:
-        """Let another move have its page, if it has one."""
-        if move.page >= 0:
-            self._free.append(move.page)
-            move.page = -1
+    def give_back(self, moves: Iterable[Move]) -> None:
+        """Let others have the pages of moves that have one."""
+        for move in moves:
+            if move.page >= 0:
+                self._free.append(move.page)
+                move.page = -1
 
     def take_in(self, moves: Sequence[Move]) -> list[str | None]:
         """Judge what was read; see headers.take_in."""
@@ -61,7 +63,7 @@ class HeaderPages:
     def requests(self, moves: Sequence[Move]) -> list[Request]:
         """Give moves of one direction pages, and put neighbours together; a request's owner is its moves."""
         # whichever way round they were asked for
-        moves = sorted(moves, key=_where)
+        moves = sorted(moves, key=operator.attrgetter("place.entry"))
         for move in moves:
             move.page = self._free.pop()
         if moves and moves[0].direction is Direction.WRITE:
@@ -73,9 +75,11 @@ class HeaderPages:
         base, area, arena_address = self._address, self._area, self._arena.address
         made: list[Request] = []
         pieces: list[tuple[int, int]] = []
+        together: list[Move] = []
         fd, end, left_bytes, left = -1, -1, 0, 0
         for move in moves:
-            place, frame = place_of(move), move.frame
+            place, frame = move.place, move.frame
+            assert place is not None, "the move has begun"
             blob_bytes = -(-frame.blob_bytes // fmt.PAGE) * fmt.PAGE
             page_piece = (base + move.page * area, area)
             blob_piece = (arena_address + frame.slot.offset, blob_bytes)
@@ -83,12 +87,13 @@ class HeaderPages:
             is_neighbour = place.offset == end and place.fd == fd
             if is_neighbour and left > 0 and size <= left_bytes:
                 pieces += (page_piece, blob_piece)
-                moves_of(made[-1]).append(move)
+                together.append(move)
             else:
                 if made:
                     made[-1].pieces = tuple(pieces)
                 pieces = [page_piece, blob_piece]
-                made.append(Request(move.direction, place.fd, place.offset, (), owner=[move]))
+                together = [move]
+                made.append(Request(move.direction, place.fd, place.offset, (), owner=together))
                 fd, left_bytes, left = place.fd, MERGED_BYTES, MERGED_BLOBS
             end, left_bytes, left = place.offset + size, left_bytes - size, left - 1
         if made:
@@ -111,8 +116,3 @@ def moves_of(request: Request) -> list[Move]:
     moves = request.owner
     assert isinstance(moves, list), "made here"
     return moves
-
-
-def _where(move: Move) -> tuple[int, int]:
-    place = place_of(move)
-    return place.segment, place.slot

@@ -10,8 +10,6 @@ import torch
 
 from .checksum import (
     FOLD,
-    MIX_0,
-    MIX_1,
     SEED,
     VECTOR_BYTES,
     checksum_bytes,
@@ -71,13 +69,13 @@ def checksum_tensor(data: torch.Tensor) -> torch.Tensor:
     Integers of 64 bits wrap around, which is the sum's modulus.
     """
     padding = -data.numel() % VECTOR_BYTES
-    whole = torch.nn.functional.pad(data, (0, padding)) if padding else data.contiguous().clone()
-    halves = whole.view(torch.int32).long() & _LOW
-    digests = ((halves[0::2] + halves[1::2] * FOLD) & _LOW).view(-1, 2)
-    keys = torch.from_numpy(lane_keys(max(1, digests.shape[0])).astype(np.int64))
-    keys = keys[: digests.shape[0]].to(data.device)
-    mixed = digests[:, 0] * _signed(MIX_0) + digests[:, 1] * _signed(MIX_1)
-    return (keys * mixed).sum() + _signed(SEED)
+    whole = torch.nn.functional.pad(data, (0, padding)) if padding else data.clone()
+    numbers = (whole.view(torch.int32).long() & _LOW).view(-1, 4)
+    digests = numbers[:, 3]
+    for place in (2, 1, 0):
+        digests = (digests * FOLD + numbers[:, place]) & _LOW
+    keys = torch.from_numpy(lane_keys(digests.numel()).astype(np.int64)).to(data.device)
+    return (keys * digests).sum() + _signed(SEED)
 
 
 def _signed(word: int) -> int:

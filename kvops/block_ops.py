@@ -116,6 +116,8 @@ def checksum_blocks(
 ) -> None:
     """Implement ``torch.ops.kvferry.checksum_blocks``."""
     starts, spans = check_spans(blobs, offsets, sizes, checksums)
+    if not starts.size:
+        return
     sums = checksum_spans(blobs, starts, spans)
     checksums[: starts.size].copy_(sums, non_blocking=True)
 

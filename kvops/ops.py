@@ -75,7 +75,7 @@ def gather_blocks(
         places: place of each entry's block in its blob, ``[N]`` int64 on the host; with *blob_ids*.
         checksums: gets the checksum of each blob's moved blocks, ``[blobs]`` int64, any stride (say,
             words of the frame headers). A blob of holes alone gets none. Needs *blob_ids*, and a
-            layout aligned to 8 bytes.
+            layout aligned to 16 bytes.
         done: gets 1 for each blob when its last byte and its checksum are written, ``[blobs]`` int32,
             any stride. Needs *blob_ids*.
         max_sms: most streaming multiprocessors to take; a host ignores it.

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvferry.kernels.checksum import VECTOR_BYTES
 from kvferry.kernels.table import HOLE, MAX_BLOB_ID, MAX_PLACE, Int64s
 
 from .registered import Memory, RegisteredLayout, first_overlap
@@ -170,27 +171,30 @@ def check_blocks(
     check_bytes("blobs", blobs, device)
     starts = host_int64s("offsets", offsets, ids.size)
     counts = check_counts(counts, len(layout.layouts), ids.size)
+    check_apart("blobs", blobs, layout.memory)
+    chunk, place = _check_blobs(blob_ids, places, ids.size)
+    alignment, num_blobs = layout.table.alignment, 0
+    if chunk is not None and chunk.size:
+        num_blobs = int(chunk.max()) + 1
+    for name, tensor, dtype in results:
+        if tensor is None:
+            continue
+        if chunk is None:
+            raise ValueError(f"blob_ids must be given with {name}; got None")
+        if name == "checksums" and alignment < VECTOR_BYTES:
+            raise ValueError(
+                f"checksums must be left out unless the layout is aligned to {VECTOR_BYTES} bytes; "
+                f"got {alignment}"
+            )
+        check_elements(name, tensor, dtype, device, num_blobs)
+    if not ids.size:
+        return Blocks(ids, counts, starts, chunk, place)
     several = len(counts) > 1
     groups = np.repeat(np.arange(len(counts)), counts) if several else np.zeros(ids.size, np.int64)
     is_hole = ids == HOLE
     _check_ids(layout.num_blocks, ids, groups)
     sizes = layout.block_bytes[groups]
-    _check_offsets(layout.table.alignment, blobs, starts, sizes, is_hole)
-    chunk, place = _check_blobs(blob_ids, places, ids.size)
-    alignment = layout.table.alignment
-    if alignment < 8 and any(
-        name == "checksums" and tensor is not None for name, tensor, _ in results
-    ):
-        raise ValueError(
-            f"checksums must be left out of a layout that is not aligned to 8 bytes; got {alignment}"
-        )
-    num_blobs = 0 if chunk is None or not chunk.size else int(chunk.max()) + 1
-    for name, tensor, dtype in results:
-        if tensor is not None:
-            if chunk is None:
-                raise ValueError(f"blob_ids must be given with {name}; got None")
-            check_elements(name, tensor, dtype, device, num_blobs)
-    check_apart("blobs", blobs, layout.memory)
+    _check_offsets(alignment, blobs, starts, sizes, is_hole)
     if is_hole.any():
         moved = ~is_hole
         kept, kept_starts, kept_sizes, kept_groups = (
@@ -233,11 +237,13 @@ def check_one_group(
     ids = host_int64s("block_ids", block_ids)
     check_bytes("blobs", blobs, memory.device)
     starts = host_int64s("offsets", offsets, ids.size)
+    check_apart("blobs", blobs, memory)
+    if not ids.size:
+        return ids, starts
     groups, sizes = np.zeros(ids.size, np.int64), np.full(ids.size, block_bytes)
     is_hole = ids == HOLE
     _check_ids(np.array([num_blocks]), ids, groups)
     _check_offsets(alignment, blobs, starts, sizes, is_hole)
-    check_apart("blobs", blobs, memory)
     if is_load:
         check_once("block_ids", ids[~is_hole])
     else:
@@ -316,8 +322,7 @@ def check_apart(name: str, tensor: torch.Tensor, memory: Memory) -> None:
     """Raise if *tensor* reaches into the bytes that a layout uses."""
     start = tensor.data_ptr()
     end = start + _extent(tensor)
-    spans = memory.spans
-    if end > start and ((spans[:, 0] < end) & (spans[:, 1] > start)).any():
+    if end > start and memory.is_used(start, end):
         raise ValueError(f"{name} must not overlap the cache; got {describe(tensor)} inside it")
 
 

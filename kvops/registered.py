@@ -12,7 +12,7 @@ and a write into the registered memory behind it would be undone.
 import itertools
 import threading
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -38,11 +38,9 @@ class Memory:
         caches: one flat tensor per storage, in the order of their addresses, of the type that the
             engine's tensor has: a compiled graph cannot write a tensor whose views differ in type.
         device: where they live.
-        spans: ``[spans, 2]`` int64, the bytes in use, merged where they touch: first address, and the
-            one behind the last.
     """
 
-    __slots__ = ("_starts", "caches", "device", "spans")
+    __slots__ = ("_span_ends", "_span_starts", "_starts", "caches", "device")
 
     def __init__(
         self, tensors: Iterable[torch.Tensor], spans: Iterable[Span], device: torch.device
@@ -64,10 +62,18 @@ class Memory:
                     "layout must keep the tensors that its segments are in; "
                     f"got a segment of {end - start} bytes outside of them"
                 )
-        self.spans = _merge(wanted)
+        spans = _merge(wanted)
+        self._span_starts = [start for start, _ in spans]
+        self._span_ends = [end for _, end in spans]
 
     def _home(self, address: int) -> int:
         return bisect_right(self._starts, address) - 1
+
+    def is_used(self, start: int, end: int) -> bool:
+        """Say whether the layout uses a byte from *start* to before *end*."""
+        # spans are apart and in order: the last one that begins before the end is the one to ask
+        last = bisect_left(self._span_starts, end) - 1
+        return last >= 0 and self._span_ends[last] > start
 
     def is_here(self, caches: Sequence[torch.Tensor]) -> bool:
         """Say whether *caches* are the registered storages themselves.
@@ -112,7 +118,7 @@ class RegisteredLayout:
         table: the segments, on their device.
         layouts: one per group.
         caches: the storages as flat tensors: the ``caches`` argument.
-        memory: the same storages, with the spans in use.
+        memory: the same storages, and which bytes of them are in use.
         movers: per group, what moves it in host memory; none on another device.
         block_bytes: ``[groups]`` int64, payload of one block in bytes.
         num_blocks: ``[groups]`` int64, blocks of each group.
@@ -280,14 +286,15 @@ def _spans(layout: BlockLayout) -> list[Span]:
     ]
 
 
-def _merge(spans: Sequence[Span]) -> Int64s:
-    merged: list[list[int]] = []
+def _merge(spans: Sequence[Span]) -> list[Span]:
+    """Return *spans* in order, joined where they touch."""
+    merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            merged.append([start, end])
-    return np.array(merged, np.int64).reshape(-1, 2)
+            merged.append((start, end))
+    return merged
 
 
 def _aliases(layouts: Sequence[BlockLayout]) -> tuple[Int64s, list[int]]:

@@ -27,7 +27,7 @@ class RegisteredRows:
     Attributes:
         handle: the ``layout`` argument of the operators for tokens.
         rows: where the bytes of a token are.
-        memory: the storages, with the spans in use.
+        memory: the storages, and which bytes of them are in use.
         caches: the storages as flat tensors: the ``caches`` argument.
         mover: what moves it in host memory; None on another device.
     """

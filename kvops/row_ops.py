@@ -53,6 +53,8 @@ def _move_slots(
     check_slots("slot_mapping", slot_mapping, known.num_slots, device)
     check_rows("rows", rows, slot_mapping.shape[0], known.row_bytes, device)
     check_apart("rows", rows, registered.memory)
+    if not slot_mapping.shape[0]:
+        return
     if registered.mover is not None:
         slots = slot_mapping.numpy()
         if is_load:
@@ -114,6 +116,8 @@ def _move_heads(
         registered.memory, runs.num_blocks, runs.block_bytes, runs.alignment,
         block_ids, blobs, offsets, is_load=is_load,
     )  # fmt: skip
+    if not ids.size:
+        return
     if registered.mover is not None:
         registered.mover.move(ids, addresses, *heads, is_load=is_load)
         return
@@ -165,6 +169,8 @@ def _move_quantized(
         registered.memory, rows.num_blocks, rows.block_bytes, rows.alignment,
         block_ids, blobs, offsets, is_load=is_load,
     )  # fmt: skip
+    if not ids.size:
+        return
     if registered.mover is not None:
         registered.mover.move(ids, addresses, is_load=is_load)
         return

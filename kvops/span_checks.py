@@ -24,6 +24,8 @@ def check_spans(
     starts = host_int64s("offsets", offsets)
     spans = host_int64s("sizes", sizes, starts.size)
     check_elements("checksums", checksums, torch.int64, blobs.device, starts.size)
+    if not starts.size:
+        return starts, spans
     wrong = (spans < 0) | (spans > blobs.numel())
     if wrong.any():
         raise ValueError(f"sizes must be in 0..{blobs.numel()}; got {spans[wrong][0]}")
@@ -78,7 +80,7 @@ def check_slots(name: str, tensor: torch.Tensor, num_slots: int, device: torch.d
         raise ValueError(
             f"{name} must be torch.int64 [T], contiguous, on {device}; got {describe(tensor)}"
         )
-    if device.type == "cpu":
+    if device.type == "cpu" and tensor.shape[0]:
         slots = tensor.numpy()
         wrong = (slots < HOLE) | (slots >= num_slots)
         if wrong.any():

@@ -14,14 +14,15 @@ SM_LINK_GBPS = 52.0
 """GB/s that SMs reach over the same link at best."""
 ROUND_TRIP_US = 1.3
 """Microseconds of a read of host memory by an SM."""
-METADATA_US = 0.6
-"""Microseconds of the dependent loads (entry, tile) before a tile's first byte is asked for."""
+ISSUE_US = 0.2
+"""Microseconds of a tile's instructions; its row is fetched while the bytes of the tile before are on their way."""
 HBM_LATENCY_US = 0.8
 """Microseconds of a read of device memory under load."""
 HBM_COPY_GBPS = 4300.0
 """GB/s read plus written of a copy inside device memory: seen on an H200, by torch's own copy."""
 BULK_RING_BYTES = 160 << 10
-"""Bytes in flight of one CTA of the bulk-copy ring: its shared memory less two stages."""
+"""Bytes that one CTA of the bulk-copy ring loads at a time: its shared memory holds 14 stages of 16 KiB, 4 of which may
+be on their way out."""
 NUM_SMS = 132
 """SMs of an H200."""
 
@@ -84,7 +85,7 @@ def direct_gbps(direction: str, sms: int, tile_bytes: int) -> float:
 
     A read of host memory waits for the round trip. A write is posted: only the read of device memory before it waits.
     """
-    wait_us = METADATA_US + (ROUND_TRIP_US if direction == "h2d" else HBM_LATENCY_US)
+    wait_us = ISSUE_US + (ROUND_TRIP_US if direction == "h2d" else HBM_LATENCY_US)
     return min(SM_LINK_GBPS, sms * tile_bytes / wait_us / 1e3)
 
 
@@ -95,7 +96,7 @@ def _direct(direction: str, sms: int, tile_kib: int) -> Prediction:
     return Prediction(
         "direct", f"S {direction}, 64 KiB segments, SM cap {sms}, {tile_kib} KiB in flight each",
         f"{direction} 64 KiB", f"S {sms}x{tile_kib}K", figure * 0.65, min(figure * 1.35, 57),
-        f"min({SM_LINK_GBPS:g}, {sms} x {tile_kib} KiB / (metadata {METADATA_US} us + {wait} "
+        f"min({SM_LINK_GBPS:g}, {sms} x {tile_kib} KiB / (instructions {ISSUE_US} us + {wait} "
         f"{ROUND_TRIP_US if direction == 'h2d' else HBM_LATENCY_US} us)) = {figure:.1f}, +-35 %",
     )  # fmt: skip
 
@@ -190,7 +191,7 @@ def markdown() -> str:
         "`python -m perf.device.predictions` from the table in that script.",
         "",
         f"Constants of the model: link {LINK_GBPS:g} GB/s, by SMs {SM_LINK_GBPS:g} GB/s; round trip to host memory",
-        f"{ROUND_TRIP_US} us; metadata of a tile {METADATA_US} us; read of device memory {HBM_LATENCY_US} us; copy in device",
+        f"{ROUND_TRIP_US} us; instructions of a tile {ISSUE_US} us; read of device memory {HBM_LATENCY_US} us; copy in device",
         f"memory {HBM_COPY_GBPS:.0f} GB/s read plus written. Bytes in flight of one program of S are its tile, all of whose loads",
         "are issued before the first is used: `perf/results/static.csv` has the compiler's word for it.",
         "",

@@ -1,8 +1,8 @@
 """One connection to a vineyard daemon: requests out, replies in, in order, each within its time.
 
 The socket blocks, with the kernel's own timeouts on it, so that a deadline costs no system call. A batch is sent in
-bursts while earlier bursts are being answered. What is under way never exceeds IN_FLIGHT_BYTES: the daemon stops reading
-while it writes a reply, and two sides that both wait for room would wait for ever.
+bursts while earlier bursts are being answered. What is under way never exceeds IN_FLIGHT_BYTES: the daemon stops
+reading while it writes a reply, and two sides that both wait for room would wait for ever.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from .payload import Payload
 from .wire import decode_reply, descriptors_after, encode
 
 IN_FLIGHT_BYTES = 32 << 10
-"""Request bytes on their way; a socket's send buffer holds 208 KiB by default, 64 KiB with its book-keeping at least."""
+"""Request bytes on their way; a socket's send buffer takes several times as much."""
 
 _BURST_REQUESTS = 32
 _READ_BYTES = 64 << 10

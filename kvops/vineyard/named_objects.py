@@ -16,8 +16,8 @@ LIST_LIMIT = 1 << 16
 class Objects:
     """Objects of one daemon: trees of metadata whose leaves are blobs.
 
-    A tree to be made needs ``typename``; ``instance_id``, ``nbytes``, ``transient`` and ``global`` are filled in if they
-    are missing. A member is a tree with at least ``id``, as :meth:`get` returns it. Errors as in :class:`Client`.
+    A tree to be made needs ``typename``; ``instance_id``, ``nbytes``, ``transient`` and ``global`` are filled in where
+    they are missing. A member is a tree with at least ``id``, as :meth:`get` returns it. Errors as in :class:`Client`.
 
     Threads: as the session's.
     """

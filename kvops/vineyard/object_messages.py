@@ -109,7 +109,8 @@ class DelDataRequest(NamedTuple):
     Attributes:
         id: of the objects or blobs; a list, for all its name.
         force: even if other objects have them as members. Default False.
-        deep: their members too, where no other object has them; blobs directly in them go in any case. Default False; the stock client says True.
+        deep: their members too, where no other object has them; blobs directly in them go in any case. Default False;
+            the stock client says True.
         fastpath: for blobs only (else 7): do not look for objects that have them. Default False.
         memory_trim: give the memory back to the system. Default False.
     """

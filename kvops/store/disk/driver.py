@@ -43,7 +43,7 @@ AFTER_ERROR_S = 0.01
 TRIES = 3
 """How often something is tried that the kernel asks to try again."""
 
-WORTH_WAKING = 64
+WORTH_WAKING = 256
 """Moves that ended, after which somebody who waits is woken while others are still in flight."""
 
 STEP_REQUESTS = 8

@@ -41,6 +41,7 @@ class Loads:
         self._policy = policy
         self._fresh = fresh
         self._clock = clock
+        self._half = store.arena.arena_bytes // 2
         self.moving: dict[tuple[bytes, bytes], Move] = {}
         self.num_bytes = 0
 
@@ -56,6 +57,14 @@ class Loads:
             asked_s: when it was asked for, monotonic.
         """
         frames, namespace, moving = self._store.frames, self._store.namespace, self.moving
+        blob_bytes_of, parts = self._files.blob_bytes, self._store.parts
+        # with more than this, one has to look closer
+        room = (
+            min(self._policy.max_inflight_bytes, self._half - self._fresh.num_bytes)
+            - self.num_bytes
+        )
+        if self._health.is_off(Direction.READ):
+            room = 0
         wanted: dict[int, list[tuple[int, bytes, Tag]]] = {}
         wanted_bytes = 0
         for at in numbers:
@@ -68,11 +77,15 @@ class Loads:
                 handle.answer(at, Status.PENDING)
                 continue
             tag = blob_tag(namespace, key)
-            blob_bytes = self._files.blob_bytes(tag)
-            refusal = self._refusal(tag, blob_bytes, wanted_bytes)
-            if refusal is not None:
-                handle.answer(at, refusal)
+            blob_bytes = blob_bytes_of(tag)
+            if not blob_bytes or blob_bytes % parts or self._health.is_too_early(tag):
+                handle.answer(at, Status.MISSING)
                 continue
+            if wanted_bytes + blob_bytes > room:
+                refusal = self._refusal(blob_bytes, wanted_bytes)
+                if refusal is not None:
+                    handle.answer(at, refusal)
+                    continue
             wanted_bytes += blob_bytes
             wanted.setdefault(blob_bytes, []).append((at, key, tag))
         moves: list[Move] = []
@@ -80,15 +93,13 @@ class Loads:
             moves += self._reserve(handle, some, blob_bytes, tokens, asked_s)
         return moves
 
-    def _refusal(self, tag: Tag, blob_bytes: int, wanted_bytes: int) -> Status | None:
+    def _refusal(self, blob_bytes: int, wanted_bytes: int) -> Status | None:
         """Return why a chunk can't be loaded now, beside those of *wanted_bytes* that will be; None if it can."""
-        if not blob_bytes or blob_bytes % self._store.parts or self._health.is_too_early(tag):
-            return Status.MISSING
         bytes_after = self.num_bytes + wanted_bytes + blob_bytes
         if bytes_after > blob_bytes and bytes_after > self._policy.max_inflight_bytes:
             return Status.BUSY
         # half of the arena stays for those who compute; what came up is to be read before more of it
-        if self._fresh.num_bytes + bytes_after > max(self._store.arena.arena_bytes // 2, blob_bytes):  # fmt: skip
+        if self._fresh.num_bytes + bytes_after > max(self._half, blob_bytes):
             self._fresh.forget_idle()
             is_moving = self.moving or wanted_bytes or self._fresh.is_moving
             return Status.BUSY if is_moving else Status.NO_ROOM

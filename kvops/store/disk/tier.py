@@ -36,7 +36,7 @@ PRESSURE = 0.1
 PRESSURE_BATCH = 64
 """Frames looked at in one step under pressure."""
 
-TOGETHER = 64
+TOGETHER = 256
 """Chunks of one call that are handed to the driver together: it begins while the next ones are prepared."""
 
 

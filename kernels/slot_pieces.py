@@ -21,6 +21,9 @@ TILE_LANES = 1024
 DIVISOR_BITS = 20
 """``i // lanes == i * ceil(2 ** 20 / lanes) >> 20`` for all i and lanes up to 1024."""
 
+MAX_SLOTS = 1 << 31
+"""Of a cache: a kernel has the number of a slot in 31 bits."""
+
 MIN_LANES = 16
 """Pieces are not cut shorter than this: a warp then reads two runs."""
 
@@ -51,6 +54,9 @@ def slot_pieces(rows: RowLayout, address: int, row_stride: int) -> tuple[SlotPie
         rows: where the bytes of a token are in the cache.
         address: of the first row outside of it.
         row_stride: from one such row to the next, in bytes.
+
+    Raises:
+        ValueError: the cache has more than ``MAX_SLOTS`` slots.
     """
     alignment = math.gcd(MAX_WORD_BYTES, address, row_stride)
     # two threads that come first together make the same tables; either may stay
@@ -66,6 +72,8 @@ _MADE: MutableMapping[torch.Tensor, dict[int, tuple[SlotPieces, ...]]] = WeakIdK
 
 
 def _make(rows: RowLayout, alignment: int) -> tuple[SlotPieces, ...]:
+    if rows.num_slots > MAX_SLOTS:
+        raise ValueError(f"rows must have at most {MAX_SLOTS} slots; got {rows.num_slots}")
     widths = [math.gcd(alignment, _width(piece)) for piece in rows.pieces]
     wide = [p for p, w in zip(rows.pieces, widths, strict=True) if w == MAX_WORD_BYTES]
     narrow = [p for p, w in zip(rows.pieces, widths, strict=True) if w < MAX_WORD_BYTES]

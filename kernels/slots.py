@@ -71,7 +71,8 @@ def _move_slots_kernel(
             start = (lane - token_of_tile * lanes) * LANE_BYTES[width]
             token = (unit // count) * tokens + token_of_tile
             is_token = (token_of_tile < tokens) & (token < num_tokens)
-            slot = tl.load(slots_ptr + token, mask=is_token, other=-1)
+            # MAX_SLOTS lets it be divided in 32 bits: in 64 ptxas spilled for blocks of 24 tokens
+            slot = tl.load(slots_ptr + token, mask=is_token, other=-1).to(tl.int32)
             is_lane = slot >= 0
             block = slot // BLOCK_SIZE
             offset = slot % BLOCK_SIZE

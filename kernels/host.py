@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from .host_runs import host_memory
 from .layout import BlockIds, BlockLayout, Segment
 
 ENOUGH_BLOCKS = 4
@@ -100,7 +101,7 @@ class HostMover:
         ids: list[int] = block_ids.tolist()
         block_bytes = self.layout.block_bytes
         place = address + first * block_bytes
-        part = _memory(place, len(ids) * block_bytes)
+        part = host_memory(place, len(ids) * block_bytes)
         for plane in self._planes:
             _move_plane(plane, ids, part, block_bytes, is_load)
         if not self._loose:
@@ -203,12 +204,7 @@ def _pages_of(layout: BlockLayout, segments: Sequence[Segment]) -> npt.NDArray[n
     span = (layout.num_blocks - 1) * one.block_stride + (count - 1) * step + one.nbytes
     shape = layout.num_blocks, count, one.nbytes
     strides = one.block_stride, step, 1
-    return np.ndarray(shape, np.uint8, _memory(one.base_address, span), 0, strides)
-
-
-def _memory(address: int, nbytes: int) -> "memoryview[int]":
-    """View host memory; nothing keeps it alive."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address))
+    return np.ndarray(shape, np.uint8, host_memory(one.base_address, span), 0, strides)
 
 
 def _check_address(address: int) -> int:

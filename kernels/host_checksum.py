@@ -3,8 +3,6 @@
 The definition, and the vectorised sum over bytes, are ``checksum.py``'s.
 """
 
-import ctypes
-
 import numpy as np
 import torch
 
@@ -16,6 +14,7 @@ from .checksum import (
     checksum_share,
     lane_keys,
 )
+from .host_runs import host_memory
 from .table import HOLE, Int64s
 
 _MASK = (1 << 64) - 1
@@ -39,7 +38,7 @@ class BlobSums:
         """Add the bytes of an entry's block, at *address* in its blob."""
         blobs, places = self._entries
         # read where it lies: a view of host memory that nothing keeps alive
-        memory = memoryview((ctypes.c_ubyte * block_bytes).from_address(address))
+        memory = host_memory(address, block_bytes)
         share = checksum_share(memory, places[entry] * block_bytes)
         self._sums[blobs[entry]] = (self._sums[blobs[entry]] + share) & _MASK
 

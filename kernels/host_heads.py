@@ -1,19 +1,47 @@
 """Move heads in host memory: canonical blobs <-> pages of a CPU cache.
 
-Runs are folded into boxes, as for a device; a box of one block is one strided assignment. The same
-meaning as ``heads.py`` on a device.
+Runs are folded into boxes, as for a device. A fragment is one item of an array, so that many blocks of a
+box are one index assignment. The same meaning as ``heads.py`` on a device.
 """
 
-import ctypes
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from .head_boxes import Box, fold
 from .head_runs import HeadRuns
-from .table import HOLE, Int64s
+from .host_runs import even_runs, host_memory
+from .table import Int64s
 
-Bytes = npt.NDArray[np.uint8]
+SPACE_BYTES = 512 << 10
+"""A gather goes through a temporary of about this size, which stays in a core's own cache."""
+
+Items = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class _Crate:
+    """A box, and its fragments in all blocks of the cache.
+
+    Attributes:
+        box: what goes where.
+        pages: ``[NB, groups, fragments]`` items of a fragment, strided; the cache's memory.
+    """
+
+    box: Box
+    pages: Items
+
+    @classmethod
+    def of(cls, box: Box, num_blocks: int) -> "_Crate":
+        run = box.run
+        strides = run.block_stride, box.local_stride, run.local_stride
+        return cls(box, _view(box, run.base_address, num_blocks, strides))
+
+    def of_blobs(self, address: int, count: int, step: int) -> Items:
+        """View its fragments in *count* shares of blobs, the first at *address*, *step* apart."""
+        strides = step, self.box.blob_stride, self.box.run.blob_stride
+        return _view(self.box, address + self.box.run.blob_offset, count, strides)
 
 
 class HostHeads:
@@ -29,7 +57,7 @@ class HostHeads:
     def __init__(self, runs: HeadRuns) -> None:
         """Keep *runs*; a head range is folded when it is first moved."""
         self.runs = runs
-        self._boxes: dict[tuple[int, int], list[Box]] = {}
+        self._crates: dict[tuple[int, int], list[_Crate]] = {}
 
     def move(
         self,
@@ -55,38 +83,34 @@ class HostHeads:
         Source:
             Meaning ``kernels/reference_heads.py::gather_heads`` and ``scatter_heads``.
         """
-        key = self.runs.check_heads(head_first, head_count)
-        boxes = self._boxes.get(key)
-        if boxes is None:
-            # two threads that come first together fold the same boxes; either list may stay
-            boxes = self._boxes.setdefault(key, fold(self.runs.within(head_first, head_count)))
-        pairs = [
-            pair
-            for pair in zip(block_ids.tolist(), addresses.tolist(), strict=True)
-            if pair[0] != HOLE
-        ]
-        for box in boxes:
-            run = box.run
-            for block, address in pairs:
-                page = _view(
-                    box, run.base_address + block * run.block_stride,
-                    box.local_stride, run.local_stride,
-                )  # fmt: skip
-                blob = _view(box, address + run.blob_offset, box.blob_stride, run.blob_stride)
+        crates = self._within(head_first, head_count)
+        for ids, address, step in even_runs(block_ids, addresses, block_ids.size):
+            for crate in crates:
+                pages, blobs = crate.pages, crate.of_blobs(address, ids.size, step)
                 if is_load:
-                    page[:] = blob
-                else:
-                    blob[:] = page
+                    pages[ids] = blobs
+                    continue
+                few = max(1, SPACE_BYTES // max(1, blobs[0].nbytes))
+                for first in range(0, ids.size, few):
+                    blobs[first : first + few] = pages[ids[first : first + few]]
+
+    def _within(self, head_first: int, head_count: int | None) -> list[_Crate]:
+        key = self.runs.check_heads(head_first, head_count)
+        found = self._crates.get(key)
+        if found is None:
+            boxes = fold(self.runs.within(head_first, head_count))
+            made = [_Crate.of(box, self.runs.num_blocks) for box in boxes]
+            # two threads that come first together fold the same boxes; either list may stay
+            found = self._crates.setdefault(key, made)
+        return found
 
 
-def _view(box: Box, address: int, group_stride: int, fragment_stride: int) -> Bytes:
-    """View one side of a box of one block, ``[groups, fragments, fragment bytes]``."""
-    run = box.run
-    shape = box.groups, run.num_fragments, run.fragment_bytes
-    strides = group_stride, fragment_stride, 1
+def _view(box: Box, address: int, count: int, strides: tuple[int, int, int]) -> Items:
+    """View a box's fragments on one side, ``[count, groups, fragments]``."""
+    shape, nbytes = (count, box.groups, box.run.num_fragments), box.run.fragment_bytes
     # numpy wants the whole extent, which begins before the address where a stride is negative
     reach = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
     before = -sum(step for step in reach if step < 0)
-    extent = before + sum(step for step in reach if step > 0) + 1
-    memory = memoryview((ctypes.c_ubyte * extent).from_address(address - before))
-    return np.ndarray(shape, np.uint8, memory, before, strides)
+    extent = before + sum(step for step in reach if step > 0) + nbytes
+    memory = host_memory(address - before, extent)
+    return np.ndarray(shape, np.dtype((np.void, nbytes)), memory, before, strides)

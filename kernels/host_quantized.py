@@ -5,14 +5,15 @@ grid, which torch converts at once; its own conversion to e4m3 rounds to the nea
 numbers that it gets are exact: a scale is a power of two.
 """
 
-import ctypes
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 
+from .host_runs import even_runs, host_memory
 from .quantized_rows import SCALE_BYTES, QuantizedRows
-from .table import HOLE, Int64s
+from .table import Int64s
 
 E4M3 = torch.float8_e4m3fn
 
@@ -28,6 +29,11 @@ infinities; the bits of infinity; the bits of the NaN that comes back."""
 
 TOP_CODE = 240.0
 """The largest code at the largest scale."""
+
+
+SPACE_NUMBERS = 128 << 10
+"""Numbers converted at once, at least a block's: temporaries of a few times 512 KiB stay in the cache,
+and a call of torch is spread over many of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,9 @@ class HostQuantized:
     def __init__(self, rows: QuantizedRows) -> None:
         """Fold the table of *rows* into grids."""
         self.rows = rows
+        self._page = rows.block_size * rows.width
         self._grids = _fold(rows)
+        self._caches = {grid: self._cache(grid) for grid in self._grids}
 
     def move(self, block_ids: Int64s, addresses: Int64s, *, is_load: bool) -> None:
         """Quantise, or bring back if *is_load*. Arguments are trusted.
@@ -76,30 +84,38 @@ class HostQuantized:
         Source:
             Meaning ``kernels/reference_quantized.py::gather_quantized`` and ``scatter_dequantized``.
         """
-        for block, address in zip(block_ids.tolist(), addresses.tolist(), strict=True):
-            if block == HOLE:
-                continue
-            for grid in self._grids:
-                values, codes, scales = self._views(grid, block, address)
+        for grid in self._grids:
+            most = max(1, SPACE_NUMBERS // (grid.shape[0] * grid.shape[1] * self._page))
+            for ids, address, step in even_runs(block_ids, addresses, most):
+                codes, scales = self._blobs(grid, ids.size, address, step)
+                cache, blocks = self._caches[grid], torch.from_numpy(ids)
                 if is_load:
-                    values.copy_(dequantize(codes, scales, self.rows.dtype))
+                    cache[blocks] = dequantize(codes, scales, self.rows.dtype)
                 else:
-                    made, factors = quantize(values)
+                    made, factors = quantize(cache.index_select(0, blocks))
                     codes.copy_(made)
                     scales.copy_(factors)
 
-    def _views(
-        self, grid: _Grid, block: int, address: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return a grid's numbers, codes ``[outer, inner, BS, width]`` and scales of one block."""
-        base, codes, scales = grid.place
-        shape = *grid.shape, self.rows.block_size
-        width, dtype = self.rows.width, self.rows.dtype
-        page = base + block * grid.block_stride
+    def _cache(self, grid: _Grid) -> torch.Tensor:
+        """View a grid's numbers in all blocks, ``[NB, outer, inner, BS, width]``."""
+        rows = self.rows
+        shape = rows.num_blocks, *grid.shape, rows.block_size, rows.width
+        strides = grid.block_stride, *grid.steps[0], rows.dtype.itemsize
+        return _view(grid.place[0], shape, strides, rows.dtype)
+
+    def _blobs(
+        self, grid: _Grid, count: int, address: int, step: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """View a grid's codes ``[count, outer, inner, BS, width]`` and scales in shares of blobs."""
+        _, codes, scales = grid.place
+        shape = count, *grid.shape, self.rows.block_size
+        # of a single share the step is not used, and need not be one of whole floats
+        step = step if count > 1 else SCALE_BYTES
         return (
-            _view(page, (*shape, width), (*grid.steps[0], dtype.itemsize), dtype),
-            _view(address + codes, (*shape, width), (*grid.steps[1], 1), torch.uint8),
-            _view(address + scales, shape, grid.steps[2], torch.float32),
+            _view(
+                address + codes, (*shape, self.rows.width), (step, *grid.steps[1], 1), torch.uint8
+            ),
+            _view(address + scales, shape, (step, *grid.steps[2]), torch.float32),
         )
 
 
@@ -146,14 +162,21 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
         scales: ``[...]`` float32.
         dtype: bfloat16 or float16.
     """
-    codes = codes.contiguous()
-    values = (codes.view(E4M3).float() * scales[..., None]).to(dtype)
-    is_nan = (codes & NAN_CODE) == NAN_CODE
-    if bool(is_nan.any()):
+    index = codes.reshape(-1).to(torch.int32)
+    # a look-up is three times as fast as torch's conversion from e4m3
+    values = torch.index_select(_numbers(), 0, index).view(codes.shape)
+    values = (values * scales[..., None]).to(dtype)
+    if int((codes & NAN_CODE).max()) == NAN_CODE:
         quiet = _LIMITS[dtype][3]
         with_sign = torch.where(codes >= 0x80, quiet - 0x8000, quiet).to(torch.int16)
-        values = torch.where(is_nan, with_sign.view(dtype), values)
+        values = torch.where((codes & NAN_CODE) == NAN_CODE, with_sign.view(dtype), values)
     return values
+
+
+@lru_cache(maxsize=1)
+def _numbers() -> torch.Tensor:
+    """Return the number of every code, ``[256]`` float32; only read."""
+    return torch.arange(256, dtype=torch.uint8).view(E4M3).float()
 
 
 def _view(
@@ -162,7 +185,7 @@ def _view(
     """View host memory; nothing keeps it alive. Strides are in bytes and not negative."""
     size = dtype.itemsize
     extent = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + size
-    memory = (ctypes.c_ubyte * extent).from_address(address)
+    memory = host_memory(address, extent)
     flat = torch.frombuffer(memory, dtype=dtype, count=extent // size)
     return flat.as_strided(shape, [stride // size for stride in strides])
 

@@ -4,13 +4,13 @@ Pieces of one size at equal distances form a slab, an array of items as large as
 assignment moves a slab of many tokens. The same meaning as ``slots.py`` on a device.
 """
 
-import ctypes
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from .host_runs import host_memory
 from .rows import RowLayout, RowPiece
 from .table import HOLE, Int64s
 
@@ -39,7 +39,7 @@ class _Slab:
         pieces, nbytes = self.items.shape[2], self.items.itemsize
         start = address + self.row_offset
         extent = (count - 1) * stride + (pieces - 1) * self.row_step + nbytes
-        memory = memoryview((ctypes.c_ubyte * extent).from_address(start))
+        memory = host_memory(start, extent)
         strides = stride, self.row_step
         return np.ndarray((count, pieces), self.items.dtype, memory, 0, strides)
 
@@ -119,6 +119,6 @@ def _slab(rows: RowLayout, pieces: list[RowPiece]) -> _Slab:
     strides = one.block_stride, one.token_stride, step
     shape = rows.num_blocks, rows.block_size, count
     extent = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + one.nbytes
-    memory = memoryview((ctypes.c_ubyte * extent).from_address(one.base_address))
+    memory = host_memory(one.base_address, extent)
     items: Items = np.ndarray(shape, np.dtype((np.void, one.nbytes)), memory, 0, strides)
     return _Slab(items, one.row_offset, row_step)

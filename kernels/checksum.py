@@ -1,31 +1,30 @@
 """Check a blob: bytes → one 64-bit number that the copy kernels compute on the way.
 
 The bytes of a blob are read as 16-byte vectors, numbered by their place in the blob, the last one padded
-with zeros. A vector is two little-endian 64-bit words; each is folded to 32 bits:
+with zeros. A vector is four little-endian 32-bit numbers:
 
-    digest(word) = low half + FOLD * high half            mod 2**32
-    key(v)       = KEY ** v                               mod 2**32
-    checksum     = SEED + sum over v of key(v) * (MIX_0 * digest(word 0) + MIX_1 * digest(word 1))
-                                                          mod 2**64
+    digest(v) = n0 + FOLD * n1 + FOLD**2 * n2 + FOLD**3 * n3    mod 2**32
+    key(v)    = KEY ** v                                        mod 2**32
+    checksum  = SEED + sum over v of key(v) * digest(v)         mod 2**64
 
 A sum, so programs may add their shares in any order; a power, so the key of a tile's first vector times
-the key of a lane is the key of that lane's vector, wherever the tile starts. Price in a kernel: two
-multiply-adds for the digests, one multiplication for the key, two wide multiplications and their
-additions for each 16 bytes; the static report counts them.
+the key of a lane is the key of that lane's vector, wherever the tile starts. Price in a kernel, for each
+16 bytes: three multiply-adds for the digest, one multiplication for the key, one wide multiplication and
+its addition; the static report counts them.
 
 What it detects:
 
-* any single flipped bit, always: FOLD is odd, so the digest changes, by less than 2**32; keys are odd, so
-  the product is not divisible by 2**32 more than the digest's change is;
-* two vectors that changed places: the change is the difference of two keys, which is not 0 below 2**30
-  vectors, times that of the weighted digests. Both are small enough never to vanish mod 2**64 if the
-  digests of one word differ; if those of both do, the chance is that of the next line. Digests of
-  different words agree with a chance of 2**-32 each;
+* any single flipped bit, always: FOLD is odd, so the digest changes; its change and the key, both below
+  2**32 and not 0, have a product that is not 0 mod 2**64;
+* flipped bits in two vectors, always, if there is one in each: keys are odd and differ below 2**30
+  vectors (16 GiB), so the two products do not cancel;
+* two vectors that changed places, always if their digests differ: the change is the product of two
+  differences below 2**32. Digests of different vectors agree with a chance of 2**-32;
 * blocks that changed places at a distance of ``d`` vectors, with a chance of 2**(tz(d) - 62) to miss it, tz
   the trailing zeros of ``d``: 2**-45 for blocks of 2 MiB;
-* any other change, with a chance of 2**-64 to miss it if the changed bits are random; within a single
-  64-bit word 2**-32, because a word counts by its digest;
-* a blob of zeros, because its checksum is SEED, and a frame header of zeros holds 0.
+* any other change of several vectors, with a chance of 2**-64 to miss it if the changed bits are random;
+  within a single vector 2**-32, because a vector counts by its digest;
+* a blob of zeros: its checksum is SEED, which a frame header of zeros does not hold.
 
 It guards against faults, not against an author of collisions.
 """
@@ -36,13 +35,10 @@ import numpy as np
 import numpy.typing as npt
 
 FOLD = 0x9E3779B1
-"""Weight of a word's high half in its digest; odd."""
+"""Weight of a number in its vector's digest, to the power of its place; odd."""
 
 KEY = 747796405
 """Base of the keys; 5 mod 8, so its powers run through 2**30 odd numbers before one repeats."""
-
-MIX_0, MIX_1 = 0x2545F4914F6CDD1D, 0x5851F42D4C957F2D
-"""Weights of the first and the second word of a vector; odd."""
 
 SEED = 0x6A09E667F3BCC909
 """Checksum of nothing and of zeros."""
@@ -51,8 +47,8 @@ VECTOR_BYTES = 16
 """Positions count in vectors of this many bytes."""
 
 _MASK = (1 << 64) - 1
-_STRETCH = 1 << 16
-"""Vectors whose keys are kept: 1 MiB of bytes at a time stays in the cache."""
+_STRETCH = 1 << 14
+"""Vectors at a time: 256 KiB of bytes, their digests and their keys stay in the cache."""
 
 Bytes = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 """What a checksum can be taken of."""
@@ -63,13 +59,13 @@ def checksum_bytes(buffer: Bytes, position: int = 0) -> int:
 
     Args:
         buffer: contiguous bytes.
-        position: where they start in the blob, in bytes; a multiple of 8.
+        position: where they start in the blob, in bytes; a multiple of 16.
 
     Returns:
         0..2**64 - 1.
 
     Raises:
-        ValueError: *position* is not a multiple of 8.
+        ValueError: *position* is not a multiple of 16.
     """
     return (SEED + checksum_share(buffer, position)) & _MASK
 
@@ -80,37 +76,36 @@ def checksum_share(buffer: Bytes, position: int) -> int:
     Shares add up: the checksum is ``SEED`` plus the shares of all pieces, mod 2**64.
 
     Args:
-        buffer: contiguous bytes; its length is a multiple of 8, unless it ends its blob.
-        position: where they start in the blob, in bytes; a multiple of 8.
+        buffer: contiguous bytes; their number is a multiple of 16, unless they end the blob.
+        position: where they start in the blob, in bytes; a multiple of 16.
 
     Raises:
-        ValueError: *position* is not a multiple of 8.
+        ValueError: *position* is not a multiple of 16.
     """
-    if position < 0 or position % 8:
-        raise ValueError(f"position must be a multiple of 8, not negative; got {position}")
+    if position < 0 or position % VECTOR_BYTES:
+        raise ValueError(f"position must be a multiple of 16, not negative; got {position}")
     data = np.frombuffer(buffer, dtype=np.uint8)
-    if position % VECTOR_BYTES:
-        # the second half of a vector: its own weight, and the rest starts on a vector
-        head = int(_digests(data[:8])[0]) * MIX_1 * pow(KEY, position // VECTOR_BYTES, 1 << 32)
-        return (head + checksum_share(data[8:], position + 8)) & _MASK
     total = 0
     for start in range(0, data.size, _STRETCH * VECTOR_BYTES):
-        digests = _digests(data[start : start + _STRETCH * VECTOR_BYTES]).astype(np.uint64)
-        first, second = digests[0::2], digests[1::2]
-        keys = lane_keys(_STRETCH)[: first.size]
+        digests = _digests(data[start : start + _STRETCH * VECTOR_BYTES])
+        # one factor is the key of the first vector, the other that of the place in the stretch
         first_key = np.uint32(pow(KEY, (position + start) // VECTOR_BYTES, 1 << 32))
-        wide = (keys * first_key).astype(np.uint64)
-        total += int(np.dot(first, wide)) * MIX_0
-        total += int(np.dot(second, wide[: second.size])) * MIX_1
+        keys = lane_keys(_STRETCH)[: digests.size] * first_key
+        total += int(np.dot(digests.astype(np.uint64), keys.astype(np.uint64)))
     return total & _MASK
 
 
 def _digests(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
-    """Return the digest of every 8 bytes, the last ones padded with zeros: ``[words]`` uint32."""
-    if data.size % 8:
-        data = np.concatenate((data, np.zeros(-data.size % 8, np.uint8)))
-    halves = data.view(np.dtype("<u4"))
-    return halves[0::2] + halves[1::2] * np.uint32(FOLD)
+    """Return the digest of every 16 bytes, the last ones padded with zeros: ``[vectors]`` uint32."""
+    if data.size % VECTOR_BYTES:
+        data = np.concatenate((data, np.zeros(-data.size % VECTOR_BYTES, np.uint8)))
+    numbers = data.view(np.dtype("<u4")).reshape(-1, 4)
+    digests = numbers[:, 3] * np.uint32(FOLD)
+    for place in (2, 1):
+        digests += numbers[:, place]
+        digests *= np.uint32(FOLD)
+    digests += numbers[:, 0]
+    return digests
 
 
 @lru_cache(maxsize=16)
@@ -127,6 +122,6 @@ def lane_keys(count: int) -> npt.NDArray[np.uint32]:
 
 
 def position_keys(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-    """Return the key of the vector at each byte position: ``[n]`` uint32 for ``[n]`` int64."""
+    """Return the key of the vector that each byte position lies in: ``[n]`` uint32 for ``[n]`` int64."""
     keys = [pow(KEY, position // VECTOR_BYTES, 1 << 32) for position in positions.tolist()]
     return np.array(keys, dtype=np.uint32)

@@ -11,13 +11,13 @@ computes the blob's checksum counts down from it. A hole has every bit of its bl
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .checksum import position_keys
+from .checksum import VECTOR_BYTES, position_keys
 from .layout import BlockLayout
 
 HOLE = -1
@@ -25,6 +25,9 @@ HOLE = -1
 
 MAX_GROUPS = 16
 """KV cache groups of one launch: a kernel looks its group up in a table of this many rows at most."""
+
+MAX_KEPT_COUNTS = 256
+"""Group tables that are kept for one size of tiles, 24 bytes a group."""
 
 MIN_TILE_BYTES = 1024
 """The smallest tile: one warp's worth of two 16-byte words a thread."""
@@ -58,6 +61,26 @@ class Tiles:
     count: tuple[int, ...]
     tile_bytes: int
     keyed: torch.Tensor
+    _groups: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def groups(self, counts: Sequence[int]) -> torch.Tensor:
+        """Return where each group's work starts, for a launch of *counts* entries per group.
+
+        Kept for the next launch of the same counts, so that what serves in a steady rhythm, or is
+        captured in a graph, copies nothing but its entries.
+
+        Returns:
+            ``[groups, 3]`` int64 on the device: entries, first tile, tiles of one block.
+        """
+        key = tuple(counts)
+        found = self._groups.get(key)
+        if found is None:
+            if len(self._groups) >= MAX_KEPT_COUNTS:
+                self._groups.clear()
+            rows = list(zip(key, self.first, self.count, strict=True))
+            found = torch.tensor(rows, dtype=torch.int64).to(self.table.device)
+            self._groups[key] = found
+        return found
 
 
 class LayoutTable:
@@ -74,6 +97,9 @@ class LayoutTable:
         device: where the cache and the tables live.
         alignment: every address, stride, size and offset in the tables is a multiple of it, in bytes.
         block_bytes: per group, payload of one block in bytes.
+        has_whole_vectors: every segment's size is a multiple of 16 bytes, as copy kernels need it that
+            compute checksums.
+        largest_segment: over all groups, in bytes.
         num_segments: over all groups.
         segments: ``[num_segments, 4]`` int64 on the device, groups one after the other: base address,
             block stride, bytes, offset in the block's share of a blob.
@@ -81,8 +107,8 @@ class LayoutTable:
     """
 
     __slots__ = (
-        "_tiles", "alignment", "block_bytes", "device", "layouts", "num_segments", "place_keys",
-        "segments",
+        "_tiles", "alignment", "block_bytes", "device", "has_whole_vectors", "largest_segment",
+        "layouts", "num_segments", "place_keys", "segments",
     )  # fmt: skip
 
     def __init__(self, layouts: Sequence[BlockLayout]) -> None:
@@ -107,6 +133,8 @@ class LayoutTable:
             for segment in layout.segments
         ]
         self.num_segments = len(rows)
+        self.largest_segment = max(nbytes for _, _, nbytes, _ in rows)
+        self.has_whole_vectors = all(nbytes % VECTOR_BYTES == 0 for _, _, nbytes, _ in rows)
         self.segments = torch.tensor(rows, dtype=torch.int64, device=self.device)
         places = np.arange(MAX_PLACE + 1, dtype=np.int64)
         keys = [position_keys(places * nbytes).view(np.int32) for nbytes in self.block_bytes]

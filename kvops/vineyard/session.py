@@ -7,7 +7,11 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
-from kvferry.kvops.errors import VineyardConnectionError, VineyardStatusError
+from kvferry.kvops.errors import (
+    VineyardConnectionError,
+    VineyardProtocolError,
+    VineyardStatusError,
+)
 
 from .codec import CODECS, Message
 from .connection import Connection, payloads_of
@@ -140,7 +144,11 @@ class Session:
         with self._lock:
             replies = self._carry_out(requests, timeout_s)
             view = self._mappings.view
-            return [(reply, [view(payload) for payload in payloads_of(reply)]) for reply in replies]
+            try:
+                return [(reply, [view(one) for one in payloads_of(reply)]) for reply in replies]
+            except VineyardProtocolError:
+                self._drop()
+                raise
 
     def close(self) -> None:
         """Close the connection and unmap what no view uses; later calls raise. Again is harmless."""

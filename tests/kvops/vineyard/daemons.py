@@ -93,5 +93,10 @@ class Daemon:
             self._process.terminate()
         return self._process.wait(START_S)
 
-    def signal(self, number):
-        self._process.send_signal(number)
+    def pause(self):
+        self._process.send_signal(signal.SIGSTOP)
+        # the signal takes a moment; the kernel tells its parent when it has stopped
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+
+    def resume(self):
+        self._process.send_signal(signal.SIGCONT)

@@ -52,6 +52,11 @@ def test_the_serve_command_is_one_command_with_a_valid_config():
     assert config.Config.read(transfer["kv_connector_extra_config"], environ={})
 
 
+def test_the_python_examples_run():
+    (example,) = code_blocks(README, "python")
+    exec(compile(example, "README.md", "exec"), {})
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_make_target_that_is_named_exists(document):
     targets = set(

@@ -7,11 +7,12 @@ maps ``map_size - 8`` bytes from offset 0 and finds the blob at ``data_offset``;
 not exactly the numbers that it has not mapped yet.
 """
 
+from operator import itemgetter
 from typing import Annotated, Any, NamedTuple
 
 from kvferry.kvops.errors import VineyardProtocolError
 
-from .fields import OBJECT_ID, Kind, Tree, check_bool, check_list, refuse
+from .fields import MAX_U64, Kind, Tree, check_list, refuse
 from .ids import EMPTY_BLOB
 
 MAP_GAP_BYTES = 8
@@ -54,11 +55,16 @@ EMPTY_PAYLOAD = Payload(EMPTY_BLOB, -1, 0, 0, 0)
 """Of the blob of no bytes."""
 
 _NUMBERS = (
+    ("object_id", 0, MAX_U64),
+    ("store_fd", -1, (1 << 31) - 1),
     ("data_offset", 0, _MAX_BYTES),
     ("data_size", 0, _MAX_BYTES),
     ("map_size", 0, _MAX_BYTES),
-    ("pointer", 0, (1 << 64) - 1),
+    ("pointer", 0, MAX_U64),
+    ("user_offset", 0, _MAX_BYTES),
 )
+_PLACE = itemgetter("object_id", "store_fd", "data_offset", "data_size", "map_size", "pointer")
+_payload = Payload._make
 
 
 def check_payload(name: str, value: Any) -> Payload:
@@ -67,41 +73,46 @@ def check_payload(name: str, value: Any) -> Payload:
     Raises:
         VineyardProtocolError: a field is missing or out of range, or the blob reaches past the end of its file.
     """
+    try:
+        object_id, store_fd, offset, size, map_size, pointer = _PLACE(value)
+        get = value.get
+        sealed, owner, gpu = get("is_sealed", False), get("is_owner", True), get("is_gpu", False)
+        user_offset = get("user_offset", 0)
+        # one test for what is nearly always so: a batch has thousands of these
+        if (
+            type(object_id) is type(store_fd) is type(offset) is type(size) is type(map_size) is int
+            and type(pointer) is type(user_offset) is int
+            and type(sealed) is type(owner) is type(gpu) is bool
+            and 0 <= object_id <= MAX_U64
+            and 0 <= pointer <= MAX_U64
+            and -1 <= store_fd < 1 << 31
+            and offset >= 0
+            and size >= 0
+            and 0 <= map_size <= _MAX_BYTES
+            and (offset + size <= map_size - MAP_GAP_BYTES if store_fd >= 0 else not size)
+            and 0 <= user_offset <= _MAX_BYTES
+        ):
+            place = (object_id, store_fd, offset, size, map_size, pointer)
+            return _payload((*place, sealed, owner, gpu, user_offset))
+    except (KeyError, TypeError):
+        pass
+    raise _whats_wrong(name, value)
+
+
+def _whats_wrong(name: str, value: Any) -> VineyardProtocolError:
     if type(value) is not dict:
-        raise refuse(name, "an object", value)
-    object_id = OBJECT_ID.check(f"{name}.object_id", value.get("object_id"))
-    store_fd = value.get("store_fd")
-    if type(store_fd) is not int or not -1 <= store_fd < 1 << 31:
-        raise refuse(f"{name}.store_fd", "-1 or a descriptor's number", store_fd)
-    numbers = []
+        return refuse(name, "an object", value)
     for field, low, high in _NUMBERS:
-        number = value.get(field)
+        number = value.get(field, 0 if field == "user_offset" else None)
         if type(number) is not int or not low <= number <= high:
-            raise refuse(f"{name}.{field}", f"a number from {low} to {high}", number)
-        numbers.append(number)
-    offset, size, map_size, pointer = numbers
-    if size and (store_fd < 0 or offset + size > map_size - MAP_GAP_BYTES):
-        raise VineyardProtocolError(
-            f"{name} must lie inside its file; got {size} bytes at {offset} of file {store_fd}, map_size {map_size}"
-        )
-    return Payload(
-        object_id,
-        store_fd,
-        offset,
-        size,
-        map_size,
-        pointer,
-        check_bool(f"{name}.is_sealed", value.get("is_sealed", False)),
-        check_bool(f"{name}.is_owner", value.get("is_owner", True)),
-        check_bool(f"{name}.is_gpu", value.get("is_gpu", False)),
-        _user_offset(name, value.get("user_offset", 0)),
+            return refuse(f"{name}.{field}", f"a number from {low} to {high}", number)
+    for field in ("is_sealed", "is_owner", "is_gpu"):
+        if type(value.get(field, False)) is not bool:
+            return refuse(f"{name}.{field}", "true or false", value[field])
+    return VineyardProtocolError(
+        f"{name} must lie inside its file; got {value['data_size']} bytes at {value['data_offset']}"
+        f" of file {value['store_fd']}, map_size {value['map_size']}"
     )
-
-
-def _user_offset(name: str, value: Any) -> int:
-    if type(value) is int and 0 <= value <= _MAX_BYTES:
-        return value
-    raise refuse(f"{name}.user_offset", "a number of bytes", value)
 
 
 def render_payload(payload: Payload) -> str:

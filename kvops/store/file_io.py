@@ -12,6 +12,7 @@ the engine has returned it, whatever it decided about it meanwhile: nobody can t
 
 import dataclasses
 import enum
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -76,6 +77,14 @@ class Completion:
     def ok(self) -> bool:
         """Whether every byte was moved."""
         return self.errno == 0 and self.count == self.request.num_bytes
+
+    @property
+    def why(self) -> str:
+        """What went wrong, for a log."""
+        verb = self.request.direction.value
+        if self.errno:
+            return f"{verb}: {os.strerror(self.errno)}"
+        return f"{verb}: {self.count} of {self.request.num_bytes} bytes"
 
 
 class FileIo(Protocol):

@@ -16,18 +16,17 @@ import contextlib
 import errno
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from kvferry.kvops.store import format as fmt
 from kvferry.kvops.store.arena import Arena
 from kvferry.kvops.store.file_io import Completion, Direction, FileIo, Request
 from kvferry.kvops.trace import Stages, current
 
 from .files import BlobFiles, Place, Refusal
 from .format import TRUNCATED, UNREADABLE
+from .headers import mark_failed
 from .jobs import REFUSALS, Move, Status, place_of
 from .requests import MERGED_BLOBS, MERGED_BYTES, HeaderPages, moves_of
 from .upkeep import Upkeep
@@ -48,6 +47,9 @@ WORTH_WAKING = 256
 
 STEP_REQUESTS = 8
 """Requests prepared before the engine gets them: the drive works while the next ones are prepared."""
+
+STEP_BYTES = 8 << 20
+"""Bytes of requests that have ended, after which more are submitted before the next ones are looked at."""
 
 WORTH_PUBLISHING = 128
 """Saves that were written, after which they are published though there is more to submit."""
@@ -91,6 +93,7 @@ class Driver:
         self._saves: collections.deque[Move] = collections.deque()
         self._prepared: list[Request] = []
         self._flying: set[Move] = set()
+        self._reaped: collections.deque[Completion] = collections.deque()
         # on the disk, and not published yet
         self._written: list[Move] = []
         # asked for and not ended, wherever they are
@@ -129,7 +132,8 @@ class Driver:
         try:
             while not (self._is_stopping and not self._flying and not self._written):
                 self._submit()
-                self._finish(self._reap())
+                self._reap()
+                self._finish(self._next())
                 self._publish()
                 self._expire()
                 if self.late or (
@@ -252,17 +256,27 @@ class Driver:
             and self._pages.free >= MERGED_BLOBS
         )
 
-    def _reap(self) -> list[Completion]:
+    def _reap(self) -> None:
+        if self._reaped:
+            return
         is_busy = self._flying or self._prepared or self._loads or self._saves
         timeout_s = 0.0 if self._goes_on() else 0.05 if is_busy else IDLE_S
         try:
-            return self._io.reap(timeout_s)
+            self._reaped.extend(self._io.reap(timeout_s))
         except OSError as error:
             if not self._said_engine:
                 self._said_engine = True
                 logger.error("disk I/O engine %s: %s; asking again", self._io.name, error)
             time.sleep(AFTER_ERROR_S)
-            return []
+
+    def _next(self) -> list[Completion]:
+        """Take some of what the engine has given back: the drive must not run dry while all of it is looked at."""
+        some: list[Completion] = []
+        num_bytes = 0
+        while self._reaped and num_bytes < STEP_BYTES:
+            some.append(self._reaped.popleft())
+            num_bytes += some[-1].count
+        return some
 
     def _finish(self, completions: list[Completion]) -> None:
         read: list[Move] = []
@@ -290,7 +304,7 @@ class Driver:
         """Publish what was written, many at once unless there is nothing else to do."""
         saved, begin = self._written, time.monotonic()
         is_enough = len(saved) >= WORTH_PUBLISHING or begin >= self._publish_at_s
-        if saved and not is_enough and self._goes_on():
+        if saved and not is_enough and (self._reaped or self._goes_on()):
             return
         self._written, self._publish_at_s = [], begin + PUBLISH_WITHIN_S
         if not saved:
@@ -319,7 +333,7 @@ class Driver:
         self._end_done(sound)
 
     def _fail(self, move: Move, completion: Completion) -> None:
-        why = _why(completion)
+        why = completion.why
         if move.direction is Direction.WRITE:
             self._files.abort_save(place_of(move))
             self._end(move, Status.ERROR, why)
@@ -330,15 +344,9 @@ class Driver:
             self._fail_load(move, Status.CORRUPT, why, TRUNCATED)
 
     def _fail_load(self, move: Move, status: Status, why: str, bad: str | None) -> None:
-        self._mark_failed(move)
+        mark_failed(self._arena, move, self._parts)
         self._files.end_load(place_of(move), bad=bad)
         self._end(move, status, why)
-
-    def _mark_failed(self, move: Move) -> None:
-        """Say in the frame that nothing more comes: a frame that a reset left behind is freed by that."""
-        for rank in range(self._parts):
-            part = move.frame.header + fmt.HEADER_FIXED_BYTES + rank * fmt.PART_BYTES
-            self._arena.buffer[part + 2] = fmt.PartState.FAILED
 
     def _expire(self) -> None:
         now = self._clock()
@@ -367,7 +375,7 @@ class Driver:
     def _drop(self, move: Move, status: Status, why: str = "") -> None:
         """Give back a move that no drive has touched, and its place on the disk if it has one."""
         if move.direction is Direction.READ:
-            self._mark_failed(move)
+            mark_failed(self._arena, move, self._parts)
             if move.place is not None:
                 self._files.end_load(move.place)
         elif move.place is not None:
@@ -390,9 +398,3 @@ class Driver:
             move.place = None
         self._unended.difference_update(moves)
         self.ended.extend(moves)
-
-
-def _why(completion: Completion) -> str:
-    if completion.errno:
-        return f"{completion.request.direction.value}: {os.strerror(completion.errno)}"
-    return f"{completion.request.direction.value}: {completion.count} of {completion.request.num_bytes} bytes"

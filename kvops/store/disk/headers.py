@@ -175,3 +175,10 @@ def _why_not(page: bytes, move: Move) -> str:
     if any(part.algorithm != Algorithm.XXH3_64 for part in found.parts):
         return CHECKSUM
     return SHAPE
+
+
+def mark_failed(arena: Arena, move: Move, parts: int) -> None:
+    """Say in a frame that nothing more comes: one that a reset left behind is freed by that."""
+    first = move.frame.header + fmt.HEADER_FIXED_BYTES + 2
+    for rank in range(parts):
+        arena.buffer[first + rank * fmt.PART_BYTES] = fmt.PartState.FAILED

@@ -113,5 +113,5 @@ def record(job: PagedJob, direction: str, provider: str, run, context: Context) 
     context.recorder.row(
         direct.label(job.shape, direction), provider, us=us, num_bytes=job.shape.num_bytes,
         roof_gbps=roof(context, direction), match=moved.right(), direction=direction,
-        layout=f"{job.shape.segment_bytes} B segments", num_blocks=job.shape.blocks, layers=job.shape.segments,
+        layout=f"{job.shape.segment_bytes} B segments", num_blocks=job.shape.blocks, layers=job.shape.segments, model=job.shape.model,
     )  # fmt: skip

@@ -16,10 +16,10 @@ from kvferry.kernels import gather, scatter
 SMS = (1, 2, 4, 8, 16, 32, 132)
 TILE_BYTES = (16 << 10, 8 << 10, 32 << 10)
 SHAPES = (
-    Shape(64 << 10, 32, 32),
-    Shape(8 << 10, 32, 256),
-    Shape(72 << 10, 61, 14),
-    Shape(576 * 16, 27, 256),
+    Shape(64 << 10, 32, 32, "Llama 3.1 8B"),
+    Shape(8 << 10, 32, 256, "Llama 3.1 8B, TP8"),
+    Shape(72 << 10, 61, 14, "DeepSeek V3, blocks of 64 tokens"),
+    Shape(576 * 16, 27, 256, "DeepSeek V2 Lite, fp8"),
 )
 """64 MiB each: some 1.2 ms at the speed of the link."""
 TINY_SHAPES = (Shape(8 << 10, 3, 4), Shape(576 * 16, 2, 3))
@@ -56,7 +56,7 @@ def sweep(
         context.recorder.row(
             label(shape, direction), f"S {cap}x{tile_bytes >> 10}K", us=us, num_bytes=shape.num_bytes,
             roof_gbps=roof(context, direction), match=moved.right(), direction=direction,
-            layout=f"{shape.segment_bytes} B segments", num_blocks=shape.blocks, layers=shape.segments,
+            layout=f"{shape.segment_bytes} B segments", num_blocks=shape.blocks, layers=shape.segments, model=shape.model,
         )  # fmt: skip
 
 

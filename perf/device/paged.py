@@ -28,11 +28,13 @@ class Shape:
         segment_bytes: bytes of a block that lie together.
         segments: of a block.
         blocks: that one job moves.
+        model: whose sizes these are.
     """
 
     segment_bytes: int
     segments: int
     blocks: int
+    model: str = ""
 
     @property
     def block_bytes(self) -> int:

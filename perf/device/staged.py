@@ -20,7 +20,11 @@ from kvferry.kernels import gather, scatter
 from kvferry.kernels.descriptors import Descriptors, Direction
 from kvferry.kernels.table import pack_entries
 
-SHAPES = (Shape(64 << 10, 32, 128), Shape(8 << 10, 32, 1024), Shape(576 * 16, 27, 1024))
+SHAPES = (
+    Shape(64 << 10, 32, 128, "Llama 3.1 8B"),
+    Shape(8 << 10, 32, 1024, "Llama 3.1 8B, TP8"),
+    Shape(576 * 16, 27, 1024, "DeepSeek V2 Lite, fp8"),
+)
 TINY_SHAPES = (Shape(4 << 10, 3, 8),)
 SLOT_BYTES, TINY_SLOT_BYTES = 32 << 20, 32 << 10
 SMS, TINY_SMS = (132, 16), (2,)
@@ -140,7 +144,7 @@ def stage(shape: Shape, direction: Direction, sms: tuple[int, ...], context: Con
         context.recorder.row(
             name, f"G {cap}", us=us, num_bytes=shape.num_bytes, roof_gbps=roof(context, direction),
             match=right, direction=direction, layout=f"{shape.segment_bytes} B segments",
-            num_blocks=shape.blocks, layers=shape.segments,
+            num_blocks=shape.blocks, layers=shape.segments, model=shape.model,
         )  # fmt: skip
 
         def kernels(staged=staged) -> None:

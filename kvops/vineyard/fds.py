@@ -14,6 +14,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Iterable
+from weakref import WeakValueDictionary
 
 from kvferry.kvops.errors import VineyardProtocolError
 
@@ -101,14 +102,16 @@ class ReceivedDescriptors:
 
 
 class Mappings:
-    """Shared memory of a daemon, mapped once per file whatever the number of connections to it.
+    """Shared memory of a daemon, mapped once per file however many connections lead to it.
 
-    Threads: one at a time. Ownership: a mapping lives as long as this object or a view of it does.
+    Threads: one at a time. Ownership: a mapping lives as long as its number is known here or a view of it exists; after
+    a daemon's death its memory is held by views only.
     """
 
     def __init__(self) -> None:
         self._by_store_fd: dict[int, mmap.mmap] = {}
-        self._by_file: dict[tuple[int, int], mmap.mmap] = {}
+        # weak: the same file again costs no second mapping, another daemon's is not kept alive
+        self._by_file: WeakValueDictionary[tuple[int, int], mmap.mmap] = WeakValueDictionary()
 
     def add(self, store_fd: int, fd: int, map_size: int) -> None:
         """Map the file behind *fd*, which is closed, as *store_fd* of this connection.
@@ -132,7 +135,7 @@ class Mappings:
             # the mapping keeps the file alive, so that its number is not given to another one
             identity = (about.st_dev, about.st_ino)
             known = self._by_file.get(identity)
-            if known is None or len(known) < size:
+            if known is None or known.closed or len(known) < size:
                 known = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
                 self._by_file[identity] = known
             self._by_store_fd[store_fd] = known
@@ -158,15 +161,10 @@ class Mappings:
             )
         return memoryview(mapping)[payload.data_offset : end]
 
-    def forget_numbers(self) -> None:
-        """The connection is gone: numbers mean nothing any more, mappings stay for the next one."""
-        self._by_store_fd.clear()
-
     def close(self) -> None:
-        """Unmap what no view uses; the rest goes when its last view does."""
-        self._by_store_fd.clear()
-        for mapping in self._by_file.values():
-            # a mapping with views is freed with the last of them
+        """Forget the numbers of a connection, and unmap what no view uses; the rest goes with its last view."""
+        for mapping in self._by_store_fd.values():
+            # a mapping that has views refuses
             with contextlib.suppress(BufferError):
                 mapping.close()
-        self._by_file.clear()
+        self._by_store_fd.clear()

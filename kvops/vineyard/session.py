@@ -155,7 +155,6 @@ class Session:
         with self._lock:
             self._is_closed = True
             self._drop(say_goodbye=True)
-            self._mappings.close()
 
     def _carry_out(
         self, requests: Sequence[Message], timeout_s: float | None
@@ -200,7 +199,7 @@ class Session:
         if self._connection is not None:
             self._connection.close(say_goodbye=say_goodbye)
             self._connection = None
-            self._mappings.forget_numbers()
+            self._mappings.close()
 
     def _after_fork_in_child(self) -> None:
         # another thread of the parent may have held it, and will never release this copy

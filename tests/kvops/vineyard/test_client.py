@@ -562,11 +562,12 @@ def test_descriptors_do_not_leak(daemon):
     assert descriptors() == before
 
 
-def test_memory_is_mapped_once_per_file(client):
-    def mappings():
-        with open("/proc/self/maps") as maps:
-            return sum("vineyard" in line or "kvferry" in line for line in maps)
+def mappings():
+    with open("/proc/self/maps") as maps:
+        return sum("vineyard" in line or "kvferry" in line for line in maps)
 
+
+def test_memory_is_mapped_once_per_file(client):
     first = put(client, b"x")
     held = client.get_blob(first).view
     before = mappings()
@@ -577,6 +578,21 @@ def test_memory_is_mapped_once_per_file(client):
     assert client.connects == 4
     assert mappings() == before
     assert bytes(held) == b"x"
+
+
+def test_memory_of_a_dead_daemon_is_let_go(own_daemon):
+    before = mappings()
+    with Client(own_daemon.socket, timeout_s=20) as client:
+        view = client.get_blob(put(client, b"before")).view
+        for _ in range(2):
+            own_daemon.kill()
+            own_daemon.start()
+            put(client, b"after")
+        assert mappings() == before + 2
+        assert bytes(view) == b"before"
+        view.release()
+        assert mappings() == before + 1
+    assert mappings() == before
 
 
 FORKING = """

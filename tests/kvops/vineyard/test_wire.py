@@ -109,7 +109,7 @@ def strategy_of(message):
 
 @pytest.mark.parametrize("message", CODECS, ids=lambda message: message.__name__)
 def test_every_message_survives_the_wire(message):
-    @settings(max_examples=25, deadline=None, database=None)
+    @settings(max_examples=12, deadline=None, database=None)
     @given(strategy_of(message))
     def survives(sent):
         received = decode(w.encode(sent), message)

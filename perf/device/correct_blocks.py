@@ -84,9 +84,8 @@ def check(name: str, build, context: Context) -> None:
         fields.append({"checksums": sums, "done": done})
     # all launches of this case take turns on one stream, and each leaves it as it was
     workspace = torch.zeros((count, 2), dtype=torch.int64, device=context.machine.device)
-    gather.gather_blocks(
-        pair.device_table, entries, transfer.counts, **fields[0], workspace=workspace
-    )
+    options = {"workspace": workspace, **SETTINGS[1 if context.tiny else 0]}
+    gather.gather_blocks(pair.device_table, entries, transfer.counts, **fields[0], **options)
     context.machine.synchronize()
     cpu_entries = transfer.entries(pair.cpu_table, both.cpu)
     reference.gather_blocks(pair.cpu_table, cpu_entries, transfer.counts, **fields[1])
@@ -106,7 +105,7 @@ def check(name: str, build, context: Context) -> None:
                 memory[at] ^= 1
         scatter.scatter_blocks(
             pair.device_table, entries, transfer.counts,
-            checksums=expected, mismatch=mismatch, workspace=workspace,
+            checksums=expected, mismatch=mismatch, **options,
         )  # fmt: skip
         twin(pair, transfer, both, "h2d")
         context.machine.synchronize()

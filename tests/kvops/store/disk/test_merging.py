@@ -1,8 +1,12 @@
 """Neighbours on the disk travel in one request, and do not fail together."""
 
+import time
+
 import pytest
 
 from kvferry.kvops.store.disk import requests
+from kvferry.kvops.store.disk import tier as tier_module
+from kvferry.kvops.store.disk.format import blob_tag
 from kvferry.kvops.store.disk.jobs import Status
 
 from ..chunks import blob, keys, put, read  # noqa: TID252
@@ -115,3 +119,42 @@ def test_a_flipped_bit_spoils_one_blob_of_a_shared_request(world, tier):
     answers = statuses(tier.load(keys(20), wait=True))
     assert answers.count(Status.CORRUPT) == 1
     assert answers.count(DONE) == 19
+
+
+def test_the_driver_has_the_first_chunks_of_a_call_before_the_last_are_looked_at(
+    world, tier, monkeypatch
+):
+    monkeypatch.setattr(tier_module, "TOGETHER", 4)
+    put(world.store, keys(10), SIZE)
+    asked = []
+    ask = tier._driver.ask
+    monkeypatch.setattr(tier._driver, "ask", lambda moves: asked.append(len(moves)) or ask(moves))
+    assert statuses(tier.save(keys(10), wait=True)) == [DONE] * 10
+    world.store.delete(keys(10))
+    assert statuses(tier.load(keys(10), wait=True)) == [DONE] * 10
+    assert asked == [4, 4, 2] * 2
+
+
+def test_a_chunk_that_is_asked_for_twice_in_a_call_comes_once(world, tier):
+    put(world.store, keys(2), SIZE)
+    first, second = keys(2)
+    handle = tier.save([first, second, first], wait=True)
+    assert statuses(handle) == [DONE, DONE, Status.PENDING]
+    world.store.delete([first, second])
+    handle = tier.load([first, second, first], wait=True)
+    assert statuses(handle) == [DONE, DONE, Status.PENDING]
+    assert tier.stats()["inflight_bytes"] == 0
+    assert read(world.store, keys(2), SIZE) == [blob(k, SIZE) for k in keys(2)]
+
+
+def test_the_journal_is_rewritten_when_nobody_waits_for_the_disk(world, tier):
+    wanted = keys(1100)
+    put(world.store, wanted, 1000)
+    assert statuses(tier.save(wanted, wait=True)) == [DONE] * len(wanted)
+    assert world.files.stats()["rewrites"] == 0
+    world.files.remove([blob_tag(world.store.namespace, key) for key in wanted])
+    world.io.wake()
+    until_s = time.monotonic() + 30
+    while not world.files.stats()["rewrites"]:
+        assert time.monotonic() < until_s
+    assert world.files.stats()["journal_bytes"] == 64

@@ -72,6 +72,7 @@ class HeadTiles:
             blob; first lane of the tile and, in the upper half, end lane of its box; distance of two
             fragments locally and in the blob; distance of two groups, likewise. Bytes.
         count: tiles of one block.
+        lane_bytes: 16, 8, 4, 2 or 1; smaller than the alignment of all runs where a range of heads is.
         fragment_lanes: lanes of one fragment.
         fragments: of one group.
         tile_lanes: lanes of a full tile.
@@ -79,6 +80,7 @@ class HeadTiles:
 
     table: torch.Tensor
     count: int
+    lane_bytes: int
     fragment_lanes: int
     fragments: int
     tile_lanes: int
@@ -99,8 +101,8 @@ class HeadRuns:
         num_blocks: blocks in the cache.
         block_bytes: a block's share of a canonical blob, all heads of the model, in bytes.
         total_heads: of the model; None if the runs do not say which head they are of.
-        alignment: the largest word, of 16, 8, 4, 2 or 1 bytes, that every run is made of. A block's
-            share of a blob must begin at a multiple of it.
+        alignment: the largest word, of 16, 8, 4, 2 or 1 bytes, that all runs together are made of. A
+            block's share of a blob must begin at a multiple of it.
         device: where the cache and the tables live.
     """
 
@@ -124,12 +126,8 @@ class HeadRuns:
         self.block_bytes = block_bytes
         self.total_heads = total_heads
         self.device = tensors[0].device
-        numbers = [MAX_WORD_BYTES, block_bytes]
-        for run in self.runs:
-            numbers += (run.base_address, run.block_stride, run.blob_offset, run.fragment_bytes)
-            if run.num_fragments > 1:
-                numbers += (run.local_stride, run.blob_stride)
-        self.alignment = math.gcd(*numbers)
+        # folded, because what is contiguous on both sides is as good as one long fragment
+        self.alignment = _alignment(fold(self.runs), block_bytes)
         self._tiles: dict[tuple[int, int, int], HeadTiles] = {}
 
     @classmethod
@@ -266,7 +264,7 @@ class HeadRuns:
 
 
 def _cut(boxes: list[Box], runs: HeadRuns, tile_lanes: int) -> HeadTiles:
-    lane = runs.alignment
+    lane = _alignment(boxes, runs.alignment)
     rows = []
     for box in boxes:
         run = box.run
@@ -281,10 +279,24 @@ def _cut(boxes: list[Box], runs: HeadRuns, tile_lanes: int) -> HeadTiles:
     return HeadTiles(
         table=torch.tensor(rows, dtype=torch.int64, device=runs.device).reshape(-1, 8),
         count=len(rows),
+        lane_bytes=lane,
         fragment_lanes=boxes[0].run.fragment_bytes // lane if boxes else 1,
         fragments=boxes[0].run.num_fragments if boxes else 1,
         tile_lanes=tile_lanes,
     )
+
+
+def _alignment(boxes: list[Box], limit: int) -> int:
+    """Return the largest word, of at most 16 bytes, that boxes and a number *limit* are made of."""
+    numbers = [MAX_WORD_BYTES, limit]
+    for box in boxes:
+        run = box.run
+        numbers += (run.base_address, run.block_stride, run.blob_offset, run.fragment_bytes)
+        if run.num_fragments > 1:
+            numbers += (run.local_stride, run.blob_stride)
+        if box.groups > 1:
+            numbers += (box.local_stride, box.blob_stride)
+    return math.gcd(*numbers)
 
 
 def _check_copy_run(index: int, run: CopyRun, page_bytes: int, canonical_bytes: int) -> None:

@@ -140,7 +140,7 @@ def _launch(
     num_units = entries.shape[0] * tiles.count
     if not num_units:
         return
-    word, words = _WORDS[runs.alignment]
+    word, words = _WORDS[tiles.lane_bytes]
     _move_heads_kernel[(min(num_units, max_sms),)](
         tiles.table,
         entries,
@@ -151,7 +151,7 @@ def _launch(
         TILE_LANES=TILE_LANES,
         WORD=word,
         WORDS=words,
-        LANE_BYTES=runs.alignment,
+        LANE_BYTES=tiles.lane_bytes,
         TO_BLOB=to_blob,
         num_warps=NUM_WARPS,
     )

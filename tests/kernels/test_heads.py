@@ -154,6 +154,28 @@ def test_a_latent_is_in_every_head_range_and_the_same_on_every_rank(device, pois
     same(blobs.rows[0], torch.cat([as_bytes(view[4]) for view in cache.rows.tensors]))
 
 
+def test_one_head_may_be_less_aligned_than_all_together(device, poisoned, interpreted):
+    interpreted(heads, "_move_heads_kernel")
+    # heads of 24 bytes, head by head: a page of four is 96 bytes in a row
+    whole = Memory(device).tensor(2, BLOCKS, 4, 3, 4)
+    rows = RowLayout.from_views([whole.transpose(2, 3)], "kv_first")
+    runs = HeadRuns.from_rows(rows)
+    assert (runs.alignment, runs.tiles(1024).lane_bytes) == (16, 16)
+    assert runs.tiles(1024, 1, 1).lane_bytes == 8
+    blobs = Blobs(poisoned, 1, runs.block_bytes, device)
+    heads.gather_heads(runs, blobs.entries([3]), head_first=1, head_count=1)
+    by_head = blobs.rows[0].view(2, 4, 24)
+    same(by_head[:, 1], as_bytes(whole[:, 3, 1]).view(2, 24))
+    assert (by_head[:, [0, 2, 3]] == 0xA5).all()
+    heads.gather_heads(runs, blobs.entries([3]))
+    same(blobs.rows[0], as_bytes(whole[:, 3]))
+
+
+def test_pages_in_order_move_in_wide_words_whatever_their_rows():
+    """A page of 64 rows of 132 bytes is as good as any of 8448."""
+    assert HeadRuns.from_rows(latent((5, 1, 64, 132), torch.uint8)(CPU).rows).alignment == 16
+
+
 @pytest.mark.parametrize("move", [heads.gather_heads, heads.scatter_heads])
 def test_nothing_to_move(move, device, poisoned, interpreted):
     launches = interpreted(heads, "_move_heads_kernel")

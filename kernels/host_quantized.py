@@ -31,9 +31,9 @@ TOP_CODE = 240.0
 """The largest code at the largest scale."""
 
 
-SPACE_NUMBERS = 128 << 10
-"""Numbers converted at once, at least a block's: temporaries of a few times 512 KiB stay in the cache,
-and a call of torch is spread over many of them."""
+SPACE_NUMBERS = 512 << 10
+"""Numbers converted at once, at least a block's: fewer spread a call's price over less, more leave the
+processor's caches; perf/bench_quantized.py."""
 
 
 @dataclass(frozen=True, slots=True)

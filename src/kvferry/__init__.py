@@ -13,6 +13,14 @@ Public names:
     ``open_tier``: makes a disk tier as a ``Config`` says.
     ``FaultyIo``: an I/O engine with faults, for tests.
     ``BlockLayout``: where the bytes of an engine's KV blocks are.
+    ``RowLayout``, ``HeadRuns``, ``QuantizedRows``: where its tokens, heads and numbers are.
+    ``register_layout``, ``register_rows``, ``register_heads``, ``register_quantized``: make a layout known
+        to the operators ``torch.ops.kvferry.*``, which are also functions here:
+    ``gather_blocks``, ``scatter_blocks``: whole blocks of all layers and groups, to blobs and back.
+    ``gather_slots``, ``scatter_slots``: single tokens, to rows and back.
+    ``gather_heads``, ``scatter_heads``: heads, to blobs of any number of ranks and back.
+    ``gather_quantized``, ``scatter_dequantized``: blocks, to fp8 codes and scales and back.
+    ``checksum_blocks``: the checksums of blobs.
     ``TransferQueue``: moves blocks to frames and back on worker threads.
     ``Config``: every setting.
     ``KVFerryError``, ``ConfigError``, ``ArenaError``: what it raises; more in ``kvferry.kvops.errors``.
@@ -22,9 +30,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvferry.kernels.head_runs import HeadRuns
     from kvferry.kernels.layout import BlockLayout
+    from kvferry.kernels.quantized_rows import QuantizedRows
+    from kvferry.kernels.rows import RowLayout
     from kvferry.kvops.config import Config
     from kvferry.kvops.errors import ArenaError, ConfigError, KVFerryError
+    from kvferry.kvops.ops import (
+        checksum_blocks,
+        gather_blocks,
+        gather_heads,
+        gather_quantized,
+        gather_slots,
+        register_heads,
+        register_layout,
+        register_quantized,
+        register_rows,
+        scatter_blocks,
+        scatter_dequantized,
+        scatter_heads,
+        scatter_slots,
+    )
     from kvferry.kvops.store.arena import Arena
     from kvferry.kvops.store.disk.opening import open_tier
     from kvferry.kvops.store.disk.tier import DiskTier
@@ -42,13 +68,29 @@ __all__ = [
     "DiskTier",
     "FaultyIo",
     "Frames",
+    "HeadRuns",
     "KVFerryError",
     "Lookup",
+    "QuantizedRows",
     "Reserve",
+    "RowLayout",
     "Store",
     "TransferQueue",
     "__version__",
+    "checksum_blocks",
+    "gather_blocks",
+    "gather_heads",
+    "gather_quantized",
+    "gather_slots",
     "open_tier",
+    "register_heads",
+    "register_layout",
+    "register_quantized",
+    "register_rows",
+    "scatter_blocks",
+    "scatter_dequantized",
+    "scatter_heads",
+    "scatter_slots",
 ]
 
 __version__ = "0.1.0"
@@ -62,12 +104,28 @@ _HOMES = {
     "DiskTier": "kvferry.kvops.store.disk.tier",
     "FaultyIo": "kvferry.kvops.store.io_faults",
     "Frames": "kvferry.kvops.store.frames",
+    "HeadRuns": "kvferry.kernels.head_runs",
     "KVFerryError": "kvferry.kvops.errors",
     "Lookup": "kvferry.kvops.store.store",
+    "QuantizedRows": "kvferry.kernels.quantized_rows",
     "Reserve": "kvferry.kvops.store.store",
+    "RowLayout": "kvferry.kernels.rows",
     "Store": "kvferry.kvops.store.store",
     "TransferQueue": "kvferry.kvops.transfer.queue",
+    "checksum_blocks": "kvferry.kvops.ops",
+    "gather_blocks": "kvferry.kvops.ops",
+    "gather_heads": "kvferry.kvops.ops",
+    "gather_quantized": "kvferry.kvops.ops",
+    "gather_slots": "kvferry.kvops.ops",
     "open_tier": "kvferry.kvops.store.disk.opening",
+    "register_heads": "kvferry.kvops.ops",
+    "register_layout": "kvferry.kvops.ops",
+    "register_quantized": "kvferry.kvops.ops",
+    "register_rows": "kvferry.kvops.ops",
+    "scatter_blocks": "kvferry.kvops.ops",
+    "scatter_dequantized": "kvferry.kvops.ops",
+    "scatter_heads": "kvferry.kvops.ops",
+    "scatter_slots": "kvferry.kvops.ops",
 }
 
 

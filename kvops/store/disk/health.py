@@ -59,9 +59,7 @@ class Health:
         """Take in how a move ended."""
         direction, tag = move.direction, move.tag
         if status in FAILURES and not self.is_off(direction):
-            logger.warning(
-                "disk: %s of chunk %s failed: %s", VERBS[direction], move.frame.key.hex()[:12], why
-            )
+            self._news.setdefault(direction, []).append((move.frame.key, why))
         if status in (Status.ERROR, Status.TIMEOUT):
             self._outcomes.setdefault(direction, why)
             if direction is Direction.READ:
@@ -88,11 +86,10 @@ class Health:
         """Count the failures since the last time: many moves may have shared one misfortune, which counts once."""
         for direction, failed in self._news.items():
             key, why = failed[0]
-            if not self.is_off(direction):
-                logger.warning(
-                    "disk: %d %ss of chunks failed; the first, of %s: %s",
-                    len(failed), VERBS[direction], key.hex()[:12], why,
-                )  # fmt: skip
+            more = f" (and of {len(failed) - 1} more)" if len(failed) > 1 else ""
+            logger.warning(
+                "disk: %s of chunk %s%s failed: %s", VERBS[direction], key.hex()[:12], more, why
+            )
         self._news.clear()
         for direction, why in self._outcomes.items():
             self._breakers[direction].failed(why)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from .checksum import FOLD, KEY, SEED
+from .current_device import made_current
 from .table import MIN_TILE_BYTES, LayoutTable
 
 TURNS = 4
@@ -273,28 +274,29 @@ def copy_blocks(
                 f"is not aligned to 4; got {table.alignment} bytes of alignment"
             )
         mode = WRITE_CHECKSUM if to_blob else COMPARE_CHECKSUM
-    _copy_blocks_kernel[(min(units, shape.programs),)](
-        tiles.keyed,
-        entries,
-        tiles.groups(counts),
-        table.place_keys,
-        # a pointer that is not followed must still be one
-        entries if workspace is None else workspace,
-        entries if checksums is None else checksums,
-        entries if mismatch is None else mismatch,
-        entries if done is None else done,
-        units,
-        0 if checksums is None else checksums.stride(0),
-        0 if mismatch is None else mismatch.stride(0),
-        0 if done is None else done.stride(0),
-        TO_BLOB=to_blob,
-        WORD_BYTES=shape.word_bytes,
-        TURNS=TURNS,
-        LANES=shape.lanes,
-        CHECKSUM=mode,
-        HAS_DONE=done is not None,
-        FOLD=FOLD,
-        KEY=KEY,
-        SEED=SEED,
-        num_warps=shape.num_warps,
-    )
+    with made_current(table.device):
+        _copy_blocks_kernel[(min(units, shape.programs),)](
+            tiles.keyed,
+            entries,
+            tiles.groups(counts),
+            table.place_keys,
+            # a pointer that is not followed must still be one
+            entries if workspace is None else workspace,
+            entries if checksums is None else checksums,
+            entries if mismatch is None else mismatch,
+            entries if done is None else done,
+            units,
+            0 if checksums is None else checksums.stride(0),
+            0 if mismatch is None else mismatch.stride(0),
+            0 if done is None else done.stride(0),
+            TO_BLOB=to_blob,
+            WORD_BYTES=shape.word_bytes,
+            TURNS=TURNS,
+            LANES=shape.lanes,
+            CHECKSUM=mode,
+            HAS_DONE=done is not None,
+            FOLD=FOLD,
+            KEY=KEY,
+            SEED=SEED,
+            num_warps=shape.num_warps,
+        )

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .current_device import made_current
 from .head_runs import HeadRuns
 
 TILE_LANES = 1024
@@ -141,17 +142,18 @@ def _launch(
     if not num_units:
         return
     word, words = _WORDS[tiles.lane_bytes]
-    _move_heads_kernel[(min(num_units, max_sms),)](
-        tiles.table,
-        entries,
-        num_units,
-        tiles.count,
-        FRAGMENT_LANES=tiles.fragment_lanes,
-        FRAGMENTS=tiles.fragments,
-        TILE_LANES=TILE_LANES,
-        WORD=word,
-        WORDS=words,
-        LANE_BYTES=tiles.lane_bytes,
-        TO_BLOB=to_blob,
-        num_warps=NUM_WARPS,
-    )
+    with made_current(runs.device):
+        _move_heads_kernel[(min(num_units, max_sms),)](
+            tiles.table,
+            entries,
+            num_units,
+            tiles.count,
+            FRAGMENT_LANES=tiles.fragment_lanes,
+            FRAGMENTS=tiles.fragments,
+            TILE_LANES=TILE_LANES,
+            WORD=word,
+            WORDS=words,
+            LANE_BYTES=tiles.lane_bytes,
+            TO_BLOB=to_blob,
+            num_warps=NUM_WARPS,
+        )

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .current_device import made_current
 from .quantized_rows import QuantizedRows
 
 TILE_VALUES = 4096
@@ -191,14 +192,15 @@ def gather_quantized(rows: QuantizedRows, entries: torch.Tensor, *, max_sms: int
     if entries.shape[0] and rows.num_pieces:
         smallest, largest = _FIELDS[rows.dtype]
         grid, arguments, options = _plan(rows, entries, max_sms)
-        _gather_quantized_kernel[grid](
-            *arguments,
-            **options,
-            MIN_FIELD=smallest,
-            MAX_FIELD=largest,
-            num_warps=NUM_WARPS,
-            maxnreg=MAX_REGISTERS,
-        )
+        with made_current(rows.device):
+            _gather_quantized_kernel[grid](
+                *arguments,
+                **options,
+                MIN_FIELD=smallest,
+                MAX_FIELD=largest,
+                num_warps=NUM_WARPS,
+                maxnreg=MAX_REGISTERS,
+            )
 
 
 def scatter_dequantized(rows: QuantizedRows, entries: torch.Tensor, *, max_sms: int = 16) -> None:
@@ -213,7 +215,8 @@ def scatter_dequantized(rows: QuantizedRows, entries: torch.Tensor, *, max_sms: 
     """
     if entries.shape[0] and rows.num_pieces:
         grid, arguments, options = _plan(rows, entries, max_sms)
-        _scatter_dequantized_kernel[grid](*arguments, **options, num_warps=NUM_WARPS)
+        with made_current(rows.device):
+            _scatter_dequantized_kernel[grid](*arguments, **options, num_warps=NUM_WARPS)
 
 
 _FIELDS = {torch.bfloat16: (3, 247), torch.float16: (112, 135)}

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .current_device import made_current
 from .rows import RowLayout
 from .slot_pieces import DIVISOR_BITS, TILE_LANES, slot_pieces
 
@@ -149,23 +150,24 @@ def _launch(
     wide, narrow = widths[0], widths[-1]
     num_units = max(-(-num_tokens // width.tokens) * width.count for width in widths)
     words = [_WORDS[width.lane_bytes] for width in widths]
-    _move_slots_kernel[(min(num_units, max_sms),)](
-        wide.table,
-        narrow.table,
-        slot_mapping,
-        others,
-        num_tokens,
-        others.stride(0),
-        wide.count,
-        wide.tokens,
-        narrow.count,
-        narrow.tokens,
-        BLOCK_SIZE=rows.block_size,
-        TILE_LANES=TILE_LANES,
-        DIVISOR_BITS=DIVISOR_BITS,
-        LANE_BYTES=tuple(width.lane_bytes for width in widths),
-        WORD=tuple(word for word, _ in words),
-        WORDS=tuple(count for _, count in words),
-        TO_ROWS=to_rows,
-        num_warps=NUM_WARPS,
-    )
+    with made_current(rows.device):
+        _move_slots_kernel[(min(num_units, max_sms),)](
+            wide.table,
+            narrow.table,
+            slot_mapping,
+            others,
+            num_tokens,
+            others.stride(0),
+            wide.count,
+            wide.tokens,
+            narrow.count,
+            narrow.tokens,
+            BLOCK_SIZE=rows.block_size,
+            TILE_LANES=TILE_LANES,
+            DIVISOR_BITS=DIVISOR_BITS,
+            LANE_BYTES=tuple(width.lane_bytes for width in widths),
+            WORD=tuple(word for word, _ in words),
+            WORDS=tuple(count for _, count in words),
+            TO_ROWS=to_rows,
+            num_warps=NUM_WARPS,
+        )

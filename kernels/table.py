@@ -26,8 +26,8 @@ HOLE = -1
 MAX_GROUPS = 16
 """KV cache groups of one launch: a kernel looks its group up in a table of this many rows at most."""
 
-MAX_KEPT_COUNTS = 256
-"""Group tables that are kept for one size of tiles, 24 bytes a group."""
+MAX_KEPT_COUNTS = 4096
+"""Group tables that are kept for one size of tiles, 512 bytes of a device each."""
 
 MIN_TILE_BYTES = 1024
 """The smallest tile: one warp's worth of two 16-byte words a thread."""
@@ -67,7 +67,8 @@ class Tiles:
         """Return where each group's work starts, for a launch of *counts* entries per group.
 
         Kept for the next launch of the same counts, so that what serves in a steady rhythm, or is
-        captured in a graph, copies nothing but its entries.
+        captured in a graph, copies nothing but its entries. What is kept once is kept for good: a
+        launch on another stream, or a graph, may still read it.
 
         Returns:
             ``[groups, 3]`` int64 on the device: entries, first tile, tiles of one block.
@@ -75,11 +76,11 @@ class Tiles:
         key = tuple(counts)
         found = self._groups.get(key)
         if found is None:
-            if len(self._groups) >= MAX_KEPT_COUNTS:
-                self._groups.clear()
             rows = list(zip(key, self.first, self.count, strict=True))
             found = torch.tensor(rows, dtype=torch.int64).to(self.table.device)
-            self._groups[key] = found
+            if len(self._groups) < MAX_KEPT_COUNTS:
+                # two threads that come first together must not drop what the other launches with
+                found = self._groups.setdefault(key, found)
         return found
 
 

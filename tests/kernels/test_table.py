@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.kernels import table as table_module
 from kvferry.kernels.layout import BlockLayout
 from kvferry.kernels.table import HOLE, LayoutTable, pack_entries
 
@@ -52,6 +53,19 @@ def test_tiles_cover_each_segment_once():
     ]
     assert table.tiles(1024) is tiles
     assert table.tiles(2048).count == (3, 1)
+
+
+def test_a_group_table_that_was_kept_stays(monkeypatch):
+    monkeypatch.setattr(table_module, "MAX_KEPT_COUNTS", 2)
+    tiles = LayoutTable.from_layouts([group(64), group(4096)]).tiles(1024)
+    kept = tiles.groups([1, 2]), tiles.groups((3, 0))
+
+    later = tiles.groups([4, 4])
+
+    assert later.tolist() == [[4, 0, 1], [4, 1, 4]]
+    assert tiles.groups([1, 2]) is kept[0]
+    assert tiles.groups([3, 0]) is kept[1]
+    assert tiles.groups([4, 4]) is not later
 
 
 @pytest.mark.parametrize("tile_bytes", [0, -1024, 512, 1025, 3072])

@@ -6,14 +6,7 @@ The definition, and the vectorised sum over bytes, are ``checksum.py``'s.
 import numpy as np
 import torch
 
-from .checksum import (
-    FOLD,
-    SEED,
-    VECTOR_BYTES,
-    checksum_bytes,
-    checksum_share,
-    lane_keys,
-)
+from .checksum import FOLD, KEY, SEED, VECTOR_BYTES, checksum_bytes, checksum_share
 from .host_runs import host_memory
 from .table import HOLE, Int64s
 
@@ -73,8 +66,15 @@ def checksum_tensor(data: torch.Tensor) -> torch.Tensor:
     digests = numbers[:, 3]
     for place in (2, 1, 0):
         digests = (digests * FOLD + numbers[:, place]) & _LOW
-    keys = torch.from_numpy(lane_keys(digests.numel()).astype(np.int64)).to(data.device)
-    return (keys * digests).sum() + _signed(SEED)
+    return (_keys(digests.numel(), data.device) * digests).sum() + _signed(SEED)
+
+
+def _keys(count: int, device: torch.device) -> torch.Tensor:
+    """Return the keys of vectors ``0..count - 1``, ``[count]`` int64, made on *device*: nothing is sent."""
+    keys = torch.ones(1, dtype=torch.int64, device=device)
+    while keys.numel() < count:
+        keys = torch.cat((keys, keys * pow(KEY, keys.numel(), 1 << 32) & _LOW))
+    return keys[:count]
 
 
 def _signed(word: int) -> int:

@@ -31,7 +31,11 @@ NO_CHECKSUM, WRITE_CHECKSUM, COMPARE_CHECKSUM = 0, 1, 2
 """What a launch does about checksums."""
 
 
-@triton.jit(do_not_specialize=["num_units", "checksum_stride", "mismatch_stride", "done_stride"])
+# one variant whatever the numbers and the places are: nothing is compiled in the middle of serving
+@triton.jit(
+    do_not_specialize=["num_units", "checksum_stride", "mismatch_stride", "done_stride"],
+    do_not_specialize_on_alignment=["checksums_ptr", "mismatch_ptr", "done_ptr"],
+)
 def _copy_blocks_kernel(
     # [tiles, 4] int64: address in block 0, block stride, offset in the block, bytes | key << 32
     tiles_ptr,

@@ -27,11 +27,12 @@ _WORDS = {
 """Bytes of a lane -> the type of its words, and how many words it has."""
 
 
-# one variant whatever the numbers are: nothing is compiled in the middle of serving
+# one variant whatever the numbers and the places are: nothing is compiled in the middle of serving
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "row_stride", "wide_count", "wide_tokens", "narrow_count", "narrow_tokens",
-    ]
+    ],
+    do_not_specialize_on_alignment=["slots_ptr", "rows_ptr"],
 )  # fmt: skip
 def _move_slots_kernel(
     # [wide_count, 6] and [narrow_count, 6] int64, see SlotPieces; the latter unused with one width

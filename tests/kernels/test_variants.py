@@ -1,4 +1,4 @@
-"""What Triton compiles, seen without a device: one variant whatever the numbers of a transfer are.
+"""What Triton compiles, seen without a device: one variant whatever the numbers of a transfer are, and the places.
 
 A variant more would be compiled in the middle of serving. Launchers run for real up to the launch, which
 is replaced by a compile, so that this also shows that their arguments are those of their kernels.
@@ -12,10 +12,13 @@ pytest.importorskip("triton")
 import triton
 from triton.backends.compiler import GPUTarget
 
-from kvferry.kernels import heads, quantized, slots
+from kvferry.kernels import block_copy, heads, quantized, slots
+from kvferry.kernels.gather import gather_blocks
 from kvferry.kernels.head_runs import HeadRuns
+from kvferry.kernels.layout import BlockLayout
 from kvferry.kernels.quantized_rows import QuantizedRows
 from kvferry.kernels.rows import RowLayout
+from kvferry.kernels.table import LayoutTable
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="here a kernel can be launched")
 
@@ -73,6 +76,18 @@ def rows():
     return RowLayout.from_views([torch.zeros(2, 5, 16, 8, 128, dtype=torch.bfloat16)], "kv_first")
 
 
+def test_blocks(compiled):
+    variants = compiled(block_copy, "_copy_blocks_kernel")
+    cache = torch.zeros(8, 4096, dtype=torch.uint8)
+    table = LayoutTable([BlockLayout.from_tensors([cache], [4096], 1)])
+    # headers of frames: a word further in each, and so never twice at the same distance from 16 bytes
+    words, flags = torch.zeros(80, dtype=torch.int64), torch.zeros(80, dtype=torch.int32)
+    for count, first, step in ((1, 0, 16), (2, 1, 8), (5, 2, 3)):
+        results = {"checksums": words[first::step], "done": flags[first::step]}
+        gather_blocks(table, entries(count), [count], **results)
+    check_one(variants, 3)
+
+
 def test_heads(compiled, rows):
     variants = compiled(heads, "_move_heads_kernel")
     runs = HeadRuns.from_rows(rows, total_heads=32, head_first=8)
@@ -100,7 +115,8 @@ def test_slots(compiled, widths):
     stride = -(-layout.row_bytes // 16) * 16
     variants = compiled(slots, "_move_slots_kernel")
     for count in (1, 16, 37):
-        mapping = torch.zeros(count, dtype=torch.int64)
+        # in the middle of a step's mapping
+        mapping = torch.zeros(count + 1, dtype=torch.int64)[count % 2 :][:count]
         outside = torch.zeros(count, stride, dtype=torch.uint8)[:, : layout.row_bytes]
         slots.gather_slots(layout, mapping, outside)
     check_one(variants, 3)

@@ -19,7 +19,7 @@ import torch
 
 from .head_boxes import EVERY_HEAD, Box, HeadRun, fold
 from .head_spans import check_head_share, head_spans
-from .layout import MAX_WORD_BYTES, BlockLayout
+from .layout import MAX_WORD_BYTES, BlockLayout, refuse_copy
 from .rows import RowLayout
 
 
@@ -29,26 +29,32 @@ class CopyRun(Protocol):
     @property
     def local_offset(self) -> int:
         """Where fragment 0 is in this rank's page, in bytes."""
+        ...
 
     @property
     def canonical_offset(self) -> int:
         """Where fragment 0 is in the canonical page, in bytes."""
+        ...
 
     @property
     def fragment_size(self) -> int:
         """Bytes of one fragment."""
+        ...
 
     @property
     def num_fragments(self) -> int:
         """How many fragments there are."""
+        ...
 
     @property
     def local_stride(self) -> int:
         """Between two fragments of the page, in bytes."""
+        ...
 
     @property
     def canonical_stride(self) -> int:
         """Between two fragments of the canonical page, in bytes."""
+        ...
 
 
 class PageMapping(Protocol):
@@ -57,10 +63,12 @@ class PageMapping(Protocol):
     @property
     def canonical_page_size_bytes(self) -> int:
         """Bytes of the canonical page."""
+        ...
 
     @property
     def runs(self) -> Sequence[CopyRun]:
         """What goes where."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,8 @@ class HeadRuns:
     __slots__ = (
         "_tiles", "alignment", "block_bytes", "device", "num_blocks", "runs", "tensors", "total_heads",
     )  # fmt: skip
+
+    __reduce_ex__ = refuse_copy
 
     def __init__(
         self,

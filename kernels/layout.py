@@ -21,6 +21,7 @@ without gaps; a part ends with padding up to a multiple of ``PART_ALIGNMENT``, w
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,16 @@ MAX_WORD_BYTES = 16
 
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
 """Block numbers of one chunk, in the order of their place in the chunk."""
+
+
+def refuse_copy(made: object, protocol: SupportsIndex) -> NoReturn:
+    """Stand in for ``__reduce_ex__`` of what holds addresses: they would be wrong in a copy.
+
+    Raises:
+        TypeError: always, before ``copy`` or ``pickle`` has read a byte of the cache.
+    """
+    name = type(made).__name__
+    raise TypeError(f"{name} must be made where its cache is; got a request to copy it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,8 @@ class BlockLayout:
     block_bytes: int
     part_bytes: int
     device: torch.device
+
+    __reduce_ex__ = refuse_copy
 
     @classmethod
     def from_tensors(

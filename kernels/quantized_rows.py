@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from .head_spans import check_head_share, head_spans
-from .layout import MAX_WORD_BYTES
+from .layout import MAX_WORD_BYTES, refuse_copy
 from .rows import RowLayout
 
 SCALE_BYTES = 4
@@ -58,6 +58,8 @@ class QuantizedRows:
     value_alignment: int
     code_alignment: int
     device: torch.device
+
+    __reduce_ex__ = refuse_copy
 
     @property
     def num_pieces(self) -> int:

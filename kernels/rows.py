@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from .cache_shapes import layout_of_views
-from .layout import MAX_WORD_BYTES
+from .layout import MAX_WORD_BYTES, refuse_copy
 from .strides import Views, contiguous_runs, describe, named
 
 RowKind = Literal["bhnc", "kv_first", "kv_second", "latent"]
@@ -102,6 +102,8 @@ class RowLayout:
     row_bytes: int
     device: torch.device
     table: torch.Tensor
+
+    __reduce_ex__ = refuse_copy
 
     @property
     def num_slots(self) -> int:

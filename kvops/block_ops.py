@@ -47,9 +47,9 @@ def gather_blocks(
             registered, blocks, is_load=False, needs_sums=checksums is not None
         )
         if checksums is not None:
-            checksums[blobs_moved] = sums
+            checksums.numpy()[blobs_moved] = sums
         if done is not None:
-            done[blobs_moved] = 1
+            done.numpy()[blobs_moved] = 1
         return
     from kvferry.kernels import gather
 
@@ -97,9 +97,9 @@ def scatter_blocks(
             registered, blocks, is_load=True, needs_sums=checksums is not None
         )
         if checksums is not None and mismatch is not None:
-            mismatch[blobs_moved[checksums[blobs_moved] != sums]] = 1
+            mismatch.numpy()[blobs_moved[checksums.numpy()[blobs_moved] != sums]] = 1
         if done is not None:
-            done[blobs_moved] = 1
+            done.numpy()[blobs_moved] = 1
         return
     from kvferry.kernels import scatter
 
@@ -119,7 +119,8 @@ def checksum_blocks(
     if not starts.size:
         return
     sums = checksum_spans(blobs, starts, spans)
-    checksums[: starts.size].copy_(sums, non_blocking=True)
+    with torch.inference_mode():
+        checksums[: starts.size].copy_(sums, non_blocking=True)
 
 
 def pack(registered: RegisteredLayout, blocks: Blocks) -> Int64s:
@@ -136,8 +137,11 @@ def pack(registered: RegisteredLayout, blocks: Blocks) -> Int64s:
 
 def _move_on_host(
     registered: RegisteredLayout, blocks: Blocks, *, is_load: bool, needs_sums: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move, and return the blobs of which a block moved and, if needed, their checksums."""
+) -> tuple[Int64s, Int64s]:
+    """Move, and return the blobs of which a block moved and, if needed, their checksums.
+
+    As arrays: torch would refuse to write a result that was made in inference mode, with all bytes moved.
+    """
     chunks, places = blocks.blob_ids, blocks.places
     sums = None
     if needs_sums and chunks is not None and places is not None:
@@ -146,11 +150,9 @@ def _move_on_host(
         registered.movers, blocks.ids, blocks.addresses, blocks.counts, sums, is_load=is_load
     )
     if sums is not None:
-        moved, values = sums.result()
-        return torch.from_numpy(moved), torch.from_numpy(values)
+        return sums.result()
     none = np.empty(0, np.int64)
-    moved = none if chunks is None else np.unique(chunks[blocks.ids != HOLE])
-    return torch.from_numpy(moved), torch.from_numpy(none)
+    return none if chunks is None else np.unique(chunks[blocks.ids != HOLE]), none
 
 
 def _workspace(

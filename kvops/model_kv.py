@@ -154,7 +154,7 @@ class ModelKV:
             shape = len(mapping), self.rows.row_bytes
             rows = torch.empty(shape, dtype=torch.uint8, device=self.rows.device)
             for view, given in zip(self._views(rows), (first, second), strict=True):
-                view.copy_(given)
+                view.copy_(given.detach())
         scatter_slots(self._layout, mapping, rows, max_sms=max_sms)
 
     def _mapping(self, slots: Slots) -> torch.Tensor:

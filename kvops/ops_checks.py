@@ -75,7 +75,10 @@ def check_bytes(name: str, tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def host_int64s(name: str, tensor: torch.Tensor, size: int | None = None) -> Int64s:
-    """Return an index argument as an array.
+    """Return an index argument as an array of its own.
+
+    A copy: an argument may lie in memory that the operator writes, and what has been checked must be
+    what is used.
 
     Raises:
         ValueError: it is not int64 ``[size]`` (any length if None) in host memory.
@@ -89,7 +92,7 @@ def host_int64s(name: str, tensor: torch.Tensor, size: int | None = None) -> Int
     ):
         wanted = "N" if size is None else size
         raise ValueError(f"{name} must be torch.int64 [{wanted}] on cpu; got {describe(tensor)}")
-    return tensor.numpy()
+    return tensor.numpy().copy()
 
 
 def check_elements(

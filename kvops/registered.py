@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvferry.kernels.host import HostMover
-from kvferry.kernels.layout import BlockLayout
+from kvferry.kernels.layout import BlockLayout, refuse_copy
 from kvferry.kernels.table import Int64s, LayoutTable
 
 Span = tuple[int, int]
@@ -128,6 +128,8 @@ class RegisteredLayout:
         "__weakref__", "_id_spaces", "_tangled", "block_bytes", "caches", "handle", "layouts",
         "memory", "movers", "num_blocks", "table",
     )  # fmt: skip
+
+    __reduce_ex__ = refuse_copy
 
     def __init__(self, layouts: Sequence[BlockLayout], handle: int) -> None:
         self.handle = handle
@@ -343,7 +345,8 @@ def _shared_shifts(left: BlockLayout, right: BlockLayout, *, is_same: bool) -> s
     alike = x[:, 1] == y[:, 1]
     shifts = {-1} if not alike.all() else set()
     x, y = x[alike], y[alike]
-    quotient, rest = np.divmod(y[:, 0] - x[:, 0], x[:, 1])
+    # of a single block the stride means nothing, and may be 0
+    quotient, rest = np.divmod(y[:, 0] - x[:, 0], np.maximum(x[:, 1], 1))
     shifts |= set(quotient[rest < x[:, 2]].tolist())
     shifts |= set((quotient + 1)[rest + y[:, 2] > x[:, 1]].tolist())
     return shifts

@@ -12,6 +12,7 @@ from kvferry.kernels.head_runs import HeadRuns
 from kvferry.kernels.host_heads import HostHeads
 from kvferry.kernels.host_quantized import HostQuantized
 from kvferry.kernels.host_slots import HostSlots
+from kvferry.kernels.layout import refuse_copy
 from kvferry.kernels.quantized_rows import QuantizedRows
 from kvferry.kernels.rows import RowLayout
 
@@ -33,6 +34,8 @@ class RegisteredRows:
     """
 
     __slots__ = ("__weakref__", "caches", "handle", "memory", "mover", "rows")
+
+    __reduce_ex__ = refuse_copy
 
     def __init__(self, rows: RowLayout, handle: int) -> None:
         self.handle, self.rows = handle, rows
@@ -68,6 +71,8 @@ class RegisteredHeads:
 
     __slots__ = ("__weakref__", "caches", "handle", "memory", "mover", "runs")
 
+    __reduce_ex__ = refuse_copy
+
     def __init__(self, runs: HeadRuns, handle: int) -> None:
         self.handle, self.runs = handle, runs
         spans: list[Span] = []
@@ -98,6 +103,8 @@ class RegisteredQuantized:
     """The rows of numbers of one KV cache group; attributes as of ``RegisteredRows``."""
 
     __slots__ = ("__weakref__", "caches", "handle", "memory", "mover", "rows")
+
+    __reduce_ex__ = refuse_copy
 
     def __init__(self, rows: QuantizedRows, handle: int) -> None:
         self.handle, self.rows = handle, rows
@@ -136,8 +143,10 @@ def register_rows(rows: RowLayout) -> RegisteredRows:
         What they take as ``layout``. They stop knowing it when the last reference is gone.
 
     Raises:
-        ValueError: the layout does not keep the tensors that its pieces are in.
+        ValueError: *rows* is no ``RowLayout``, or does not keep the tensors that its pieces are in.
     """
+    if not isinstance(rows, RowLayout):
+        raise ValueError(f"rows must be a RowLayout; got {type(rows).__name__}")
     made = RegisteredRows(rows, next(HANDLES))
     ROWS.add(made.handle, made)
     return made
@@ -150,8 +159,10 @@ def register_heads(runs: HeadRuns) -> RegisteredHeads:
         What they take as ``layout``. They stop knowing it when the last reference is gone.
 
     Raises:
-        ValueError: the runs do not keep the tensors that they are in.
+        ValueError: *runs* are no ``HeadRuns``, or do not keep the tensors that they are in.
     """
+    if not isinstance(runs, HeadRuns):
+        raise ValueError(f"runs must be a HeadRuns; got {type(runs).__name__}")
     made = RegisteredHeads(runs, next(HANDLES))
     HEADS.add(made.handle, made)
     return made
@@ -164,8 +175,10 @@ def register_quantized(rows: QuantizedRows) -> RegisteredQuantized:
         What they take as ``layout``. They stop knowing it when the last reference is gone.
 
     Raises:
-        ValueError: the rows do not keep the tensors that they are in.
+        ValueError: *rows* are no ``QuantizedRows``, or do not keep the tensors that they are in.
     """
+    if not isinstance(rows, QuantizedRows):
+        raise ValueError(f"rows must be a QuantizedRows; got {type(rows).__name__}")
     made = RegisteredQuantized(rows, next(HANDLES))
     QUANTIZED.add(made.handle, made)
     return made

@@ -215,6 +215,15 @@ def test_wrong_arguments_are_refused_before_a_byte_moves():
         same(view, old)
 
 
+def test_what_a_model_computed_with_gradients_is_put():
+    rows = RowLayout.from_views([torch.zeros(NB, H, BS, 2 * D) for _ in range(L)], "bhnc")
+    kv = model_kv(rows)
+    key, value = (torch.randn(2, L, H, D, requires_grad=True) for _ in range(2))
+    kv.put([3, 1], key, value)
+    for put, found in zip((key, value), kv.get([3, 1]), strict=True):
+        same(found, put.detach())
+
+
 def test_layers_that_differ_are_refused():
     mixed = RowLayout.from_views([random(NB, BS, 96), random(NB, BS, 32)], "latent")
     with pytest.raises(ValueError, match=r"layers that are alike.*latent \[32\], latent \[96\]"):

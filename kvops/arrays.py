@@ -28,10 +28,12 @@ def as_tensor(name: str, array: Any) -> torch.Tensor:
 
     Returns:
         *array* itself if it is a tensor. Otherwise a tensor that shares its memory and keeps it alive.
-        An array of a device is ordered after the work that its library has in flight, as DLPack says.
+        An array of a device is ordered after the work that its library has in flight, as DLPack says;
+        one with ``__cuda_array_interface__`` alone is not: that work must be done.
 
     Raises:
-        ValueError: it is none of these, or cannot be viewed.
+        ValueError: it is none of these, or cannot be viewed: for instance an array with
+            ``__cuda_array_interface__`` alone on a device that is not the current one.
     """
     if isinstance(array, torch.Tensor):
         return array
@@ -43,7 +45,10 @@ def as_tensor(name: str, array: Any) -> torch.Tensor:
         if hasattr(array, "__dlpack__"):
             return torch.utils.dlpack.from_dlpack(array)
         if hasattr(array, "__cuda_array_interface__"):
-            return torch.as_tensor(array, device="cuda")
+            view = torch.as_tensor(array, device="cuda")
+            if view.data_ptr() != array.__cuda_array_interface__["data"][0]:
+                raise ValueError("it is on another device than the current one")
+            return view
     except (ValueError, TypeError, RuntimeError, BufferError, AssertionError) as error:
         raise ValueError(
             f"{name} must be an array that torch can view; got {type(array).__name__}: {error}"

@@ -21,6 +21,8 @@ Public names:
     ``gather_heads``, ``scatter_heads``: heads, to blobs of any number of ranks and back.
     ``gather_quantized``, ``scatter_dequantized``: blocks, to fp8 codes and scales and back.
     ``checksum_blocks``: the checksums of blobs.
+    ``layout_of_views``: a ``BlockLayout`` from cache tensors of any shape.
+    ``model_kv``: keys and values, or latents, of tokens, as the model knows them.
     ``TransferQueue``: moves blocks to frames and back on worker threads.
     ``Config``: every setting.
     ``KVFerryError``, ``ConfigError``, ``ArenaError``: what it raises; more in ``kvferry.kvops.errors``.
@@ -30,12 +32,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvferry.kernels.cache_shapes import layout_of_views
     from kvferry.kernels.head_runs import HeadRuns
     from kvferry.kernels.layout import BlockLayout
     from kvferry.kernels.quantized_rows import QuantizedRows
     from kvferry.kernels.rows import RowLayout
     from kvferry.kvops.config import Config
     from kvferry.kvops.errors import ArenaError, ConfigError, KVFerryError
+    from kvferry.kvops.model_kv import model_kv
     from kvferry.kvops.ops import (
         checksum_blocks,
         gather_blocks,
@@ -82,6 +86,8 @@ __all__ = [
     "gather_heads",
     "gather_quantized",
     "gather_slots",
+    "layout_of_views",
+    "model_kv",
     "open_tier",
     "register_heads",
     "register_layout",
@@ -117,6 +123,8 @@ _HOMES = {
     "gather_heads": "kvferry.kvops.ops",
     "gather_quantized": "kvferry.kvops.ops",
     "gather_slots": "kvferry.kvops.ops",
+    "layout_of_views": "kvferry.kernels.cache_shapes",
+    "model_kv": "kvferry.kvops.model_kv",
     "open_tier": "kvferry.kvops.store.disk.opening",
     "register_heads": "kvferry.kvops.ops",
     "register_layout": "kvferry.kvops.ops",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.kernels.cache_shapes import layout_of_views
 from kvferry.kernels.layout import BlockLayout
 from kvferry.kvops import ops
 
@@ -208,6 +209,16 @@ def test_what_is_no_array_is_refused_by_name(pages, array, message):
         ops.gather_blocks(layout, IDS, array, OFFSETS)
 
 
+def test_a_copy_is_not_taken_for_the_array(pages, monkeypatch):
+    # torch copies an array of another device to the current one
+    monkeypatch.setattr(
+        torch, "as_tensor", lambda array, device: torch.zeros(512, dtype=torch.uint8)
+    )
+    _, layout = pages
+    with pytest.raises(ValueError, match="got CudaArray: it is on another device than the current"):
+        ops.gather_blocks(layout, IDS, CudaArray(), OFFSETS)
+
+
 def test_a_compiled_gather_sees_what_the_graph_wrote_before(pages, poisoned):
     cache, layout = pages
 
@@ -233,6 +244,28 @@ def test_a_compiled_scatter_is_seen_by_what_the_graph_reads_after(pages):
     read = torch.compile(step, fullgraph=True, backend="aot_eager")(blobs, IDS, OFFSETS)
     same(blobs_of(cache), blobs)
     same(read, blobs[256:320] + 1)
+
+
+def test_a_compiled_graph_may_write_a_cache_that_is_moved_in_bytes(poisoned):
+    """As a model does: it writes numbers where the operators move pages."""
+    caches = [torch.randn(8, 2, 4, 16).bfloat16() for _ in range(2)]
+    layout = ops.register_layout(layout_of_views(caches))
+
+    def step(blobs, ids, offsets):
+        caches[0][2, 1] = 3.0
+        ops.gather_blocks(layout, ids, blobs, offsets)
+        ops.scatter_blocks(layout, ids + 4, blobs, offsets)
+        return caches[1][6] + 1.0
+
+    blobs = poisoned(1024)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    read = compiled(blobs, torch.tensor([2, 0]), torch.tensor([0, 512]))
+    for old, new, start in ((2, 6, 0), (0, 4, 512)):
+        pages = torch.cat([cache[old].view(torch.uint8).flatten() for cache in caches])
+        same(blobs[start : start + 512], pages)
+        assert all(torch.equal(cache[old], cache[new]) for cache in caches)
+    assert (caches[0][2, 1] == 3.0).all()
+    assert torch.equal(read, caches[1][2] + 1.0)
 
 
 def test_a_graph_that_cannot_see_the_cache_is_refused(pages, poisoned):

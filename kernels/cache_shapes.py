@@ -26,7 +26,7 @@ group at a time. The null block, where an engine has one, is a block like the ot
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -116,7 +116,7 @@ def layout_of_views(
         check_distinct(name, view)
         runs += _runs_of(name, view, axis, num_blocks)
     assert num_blocks is not None
-    return _layout(runs, pairs[0][1].device, num_blocks, blocks_per_chunk)
+    return _layout(runs, [view for _, view in pairs], num_blocks, blocks_per_chunk)
 
 
 def layout_of_placements(
@@ -159,7 +159,7 @@ def layout_of_placements(
     for name, view in views.items():
         check_distinct(name, view)
         runs += _runs_of(name, view, 0, num_blocks)
-    return _layout(runs, storage.device, num_blocks, blocks_per_chunk)
+    return _layout(runs, [storage], num_blocks, blocks_per_chunk)
 
 
 def _check_placement(name: str, placed: Placement, num_blocks: int, storage_bytes: int) -> None:
@@ -200,7 +200,7 @@ def _runs_of(name: str, view: torch.Tensor, axis: int, num_blocks: int) -> list[
 
 
 def _layout(
-    runs: list[_Run], device: torch.device, num_blocks: int, blocks_per_chunk: int
+    runs: list[_Run], views: Sequence[torch.Tensor], num_blocks: int, blocks_per_chunk: int
 ) -> BlockLayout:
     """Order and merge the runs, and build a layout of them."""
     if _is_block_major(runs):
@@ -213,8 +213,9 @@ def _layout(
             run = _Run(last.name, last.address, run.block_stride, nbytes, run.storage)
         merged.append(run)
     _check_apart(merged, num_blocks)
-    pages = [_page_view(run, num_blocks, device) for run in merged]
-    return BlockLayout.from_tensors(pages, [run.nbytes for run in merged], blocks_per_chunk)
+    pages = [_page_view(run, num_blocks, views[0].device) for run in merged]
+    layout = BlockLayout.from_tensors(pages, [run.nbytes for run in merged], blocks_per_chunk)
+    return replace(layout, views=tuple(views))
 
 
 def _is_block_major(runs: Sequence[_Run]) -> bool:

@@ -73,12 +73,13 @@ class BlockLayout:
 
     Attributes:
         segments: one per tensor, in the group's order.
-        tensors: the tensors they were read from.
+        tensors: the tensors they were read from, one per segment.
         num_blocks: blocks in the cache.
         blocks_per_chunk: blocks in one chunk.
         block_bytes: payload of one block, in bytes: the sum over its segments.
         part_bytes: bytes of one rank's part of a blob, padding included.
         device: where the segments live.
+        views: the engine's own tensors, where *tensors* are views of bytes that were made of them.
     """
 
     segments: tuple[Segment, ...]
@@ -88,6 +89,7 @@ class BlockLayout:
     block_bytes: int
     part_bytes: int
     device: torch.device
+    views: tuple[torch.Tensor, ...] = ()
 
     __reduce_ex__ = refuse_copy
 

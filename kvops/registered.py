@@ -136,7 +136,8 @@ class RegisteredLayout:
         self.table = LayoutTable.from_layouts(layouts)
         self.layouts = self.table.layouts
         spans = [span for layout in layouts for span in _spans(layout)]
-        tensors = [tensor for layout in layouts for tensor in layout.tensors]
+        # of two tensors in one storage the later tells its type: the engine's own, not bytes of it
+        tensors = [tensor for layout in layouts for tensor in (*layout.tensors, *layout.views)]
         self.memory = Memory(tensors, spans, self.table.device)
         self.caches = self.memory.caches
         on_host = self.table.device.type == "cpu"
@@ -157,6 +158,7 @@ class RegisteredLayout:
                     for s in layout.segments
                 ),
                 tensors=tuple(caches),
+                views=(),
             )
             for layout in self.layouts
         ]

@@ -8,14 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from .block_copy import copy_blocks
+from .budget import BYTES_IN_FLIGHT, MAX_SMS
 from .table import LayoutTable
-
-MAX_SMS = 16
-"""Programs of a launch unless told otherwise: by the formula of `perf/results/predictions.md` enough for
-a link of 64 GB/s."""
-
-BYTES_IN_FLIGHT = 256 << 10
-"""Of a launch unless told otherwise: twice what a link of 64 GB/s holds within 2 microseconds."""
 
 
 def gather_blocks(

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .budget import MAX_SMS
 from .current_device import made_current
 from .head_runs import HeadRuns
 
@@ -84,7 +85,7 @@ def gather_heads(
     *,
     head_first: int = 0,
     head_count: int | None = None,
-    max_sms: int = 16,
+    max_sms: int = MAX_SMS,
 ) -> None:
     """Copy heads of KV blocks out of the paged cache, into canonical blobs.
 
@@ -118,7 +119,7 @@ def scatter_heads(
     *,
     head_first: int = 0,
     head_count: int | None = None,
-    max_sms: int = 16,
+    max_sms: int = MAX_SMS,
 ) -> None:
     """Copy heads of canonical blobs into KV blocks of the paged cache.
 

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .budget import MAX_SMS
 from .current_device import made_current
 from .quantized_rows import QuantizedRows
 
@@ -166,7 +167,7 @@ def _scatter_dequantized_kernel(
         tl.store(target + column, value.to(tl.int16), mask=is_value, cache_modifier=".cs")
 
 
-def gather_quantized(rows: QuantizedRows, entries: torch.Tensor, *, max_sms: int = 16) -> None:
+def gather_quantized(rows: QuantizedRows, entries: torch.Tensor, *, max_sms: int = MAX_SMS) -> None:
     """Quantise KV blocks of the paged cache into blobs of fp8 codes and fp32 scales.
 
     What comes back (:func:`scatter_dequantized`) differs from x by half a step at most:
@@ -203,7 +204,9 @@ def gather_quantized(rows: QuantizedRows, entries: torch.Tensor, *, max_sms: int
             )
 
 
-def scatter_dequantized(rows: QuantizedRows, entries: torch.Tensor, *, max_sms: int = 16) -> None:
+def scatter_dequantized(
+    rows: QuantizedRows, entries: torch.Tensor, *, max_sms: int = MAX_SMS
+) -> None:
     """Bring blobs of fp8 codes and fp32 scales back into KV blocks of the paged cache.
 
     The inverse of :func:`gather_quantized` but for what rounding took: arguments as there. Scales must

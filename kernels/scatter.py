@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .block_copy import copy_blocks
-from .gather import BYTES_IN_FLIGHT, MAX_SMS
+from .budget import BYTES_IN_FLIGHT, MAX_SMS
 from .table import LayoutTable
 
 

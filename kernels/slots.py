@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .budget import MAX_SMS
 from .current_device import made_current
 from .rows import RowLayout
 from .slot_pieces import DIVISOR_BITS, TILE_LANES, slot_pieces
@@ -98,7 +99,7 @@ def _move_slots_kernel(
 
 
 def gather_slots(
-    rows: RowLayout, slot_mapping: torch.Tensor, dst: torch.Tensor, *, max_sms: int = 16
+    rows: RowLayout, slot_mapping: torch.Tensor, dst: torch.Tensor, *, max_sms: int = MAX_SMS
 ) -> None:
     """Copy tokens out of the paged cache, one row each.
 
@@ -123,7 +124,7 @@ def gather_slots(
 
 
 def scatter_slots(
-    rows: RowLayout, slot_mapping: torch.Tensor, src: torch.Tensor, *, max_sms: int = 16
+    rows: RowLayout, slot_mapping: torch.Tensor, src: torch.Tensor, *, max_sms: int = MAX_SMS
 ) -> None:
     """Copy rows into the paged cache, one token each.
 

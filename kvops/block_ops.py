@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvferry.kernels.budget import BYTES_IN_FLIGHT, MAX_SMS
 from kvferry.kernels.host_blocks import move_blocks
 from kvferry.kernels.host_checksum import BlobSums, checksum_spans
 from kvferry.kernels.table import HOLE, Int64s, pack_entries
 
-from .op_schemas import BYTES_IN_FLIGHT, MAX_SMS, define
+from .op_schemas import define
 from .ops_checks import Blocks, check_blocks, check_budget
 from .registered import LAYOUTS, RegisteredLayout
 from .span_checks import check_spans

@@ -14,9 +14,9 @@ from typing import Literal
 
 import torch
 
+from kvferry.kernels.budget import MAX_SMS
 from kvferry.kernels.rows import PartName, RowLayout
 
-from .op_schemas import MAX_SMS
 from .ops_rows import gather_slots, scatter_slots
 from .registered_rows import register_rows
 

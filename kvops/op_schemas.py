@@ -13,13 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch.library import Library, register_fake
 
+from kvferry.kernels.budget import BYTES_IN_FLIGHT, MAX_SMS
+
 NAMESPACE = "kvferry"
-
-BYTES_IN_FLIGHT = 256 << 10
-"""Bytes on their way at once, by default: 16 SMs of 16 KiB fill a PCIe 5 link at 1.9 us a round trip."""
-
-MAX_SMS = 16
-"""Streaming multiprocessors that a launch takes, by default: an eighth of a large device."""
 
 _BUDGET = f"int max_sms={MAX_SMS}, int bytes_in_flight={BYTES_IN_FLIGHT}"
 _ENTRIES = "Tensor offsets, int[] counts=[], Tensor? blob_ids=None, Tensor? places=None"

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from kvferry.kernels.budget import BYTES_IN_FLIGHT, MAX_SMS
+
 from .arrays import as_tensor, caches_of
 from .block_ops import CHECKSUM_BLOCKS, GATHER_BLOCKS, SCATTER_BLOCKS
-from .op_schemas import BYTES_IN_FLIGHT, MAX_SMS
 from .ops_rows import (
     gather_heads,
     gather_quantized,
@@ -71,13 +72,14 @@ def gather_blocks(
         offsets: where each block's own bytes start in *blobs*, ``[N]`` int64 on the host. Blocks must
             not overlap; addresses are multiples of the layout's alignment (at most 16).
         counts: entries of each group, summing to N; not needed for one group.
-        blob_ids: number of each entry's blob in this transfer, ``[N]`` int64 on the host.
+        blob_ids: number of each entry's blob in this transfer, ``[N]`` int64 on the host; each at most
+            255 times, holes aside, and in one group.
         places: place of each entry's block in its blob, ``[N]`` int64 on the host; with *blob_ids*.
         checksums: gets the checksum of each blob's moved blocks, ``[blobs]`` int64, any stride (say,
             words of the frame headers). A blob of holes alone gets none. Needs *blob_ids*, and a
             layout aligned to 16 bytes.
         done: gets 1 for each blob when its last byte and its checksum are written, ``[blobs]`` int32,
-            any stride. Needs *blob_ids*.
+            any stride; zeroed by the caller before. A blob of holes alone gets none. Needs *blob_ids*.
         max_sms: most streaming multiprocessors to take; a host ignores it.
         bytes_in_flight: bytes on their way at once; a host ignores it.
 
@@ -147,14 +149,15 @@ def scatter_blocks(
         offsets: where each block's own bytes start in *blobs*, ``[N]`` int64 on the host; overlaps are
             allowed; addresses are multiples of the layout's alignment (at most 16).
         counts: entries of each group, summing to N; not needed for one group.
-        blob_ids: number of each entry's blob in this transfer, ``[N]`` int64 on the host.
+        blob_ids: number of each entry's blob in this transfer, ``[N]`` int64 on the host; each at most
+            255 times, holes aside, and in one group.
         places: place of each entry's block in its blob, ``[N]`` int64 on the host; with *blob_ids*.
         checksums: what a gather of the same blocks and places wrote, ``[blobs]`` int64, any stride.
             Needs *blob_ids* and *mismatch*.
         mismatch: gets 1 for each blob whose bytes have another checksum, ``[blobs]`` int32, any stride;
             other elements keep what they held. The bytes are scattered all the same.
-        done: gets 1 for each blob when its last byte is written, ``[blobs]`` int32, any stride. Needs
-            *blob_ids*.
+        done: gets 1 for each blob when its last byte is written, ``[blobs]`` int32, any stride; zeroed
+            by the caller before. A blob of holes alone gets none. Needs *blob_ids*.
         max_sms: most streaming multiprocessors to take; a host ignores it.
         bytes_in_flight: bytes on their way at once; a host ignores it.
 

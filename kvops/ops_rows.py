@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from kvferry.kernels.budget import MAX_SMS
+
 from .arrays import as_tensor, caches_of
-from .op_schemas import MAX_SMS
 from .registered_rows import RegisteredHeads, RegisteredQuantized, RegisteredRows
 from .row_ops import (
     GATHER_HEADS,

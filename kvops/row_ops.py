@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvferry.kernels.budget import MAX_SMS
 from kvferry.kernels.table import BLOCK_MASK, HOLE, Int64s
 
-from .op_schemas import MAX_SMS, define
+from .op_schemas import define
 from .ops_checks import check_apart, check_once, check_one_group, check_sms
 from .registered_rows import HEADS, QUANTIZED, ROWS
 from .span_checks import check_rows, check_slots

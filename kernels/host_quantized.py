@@ -84,17 +84,21 @@ class HostQuantized:
         Source:
             Meaning ``kernels/reference_quantized.py::gather_quantized`` and ``scatter_dequantized``.
         """
+        space = None
         for grid in self._grids:
-            most = max(1, SPACE_NUMBERS // (grid.shape[0] * grid.shape[1] * self._page))
+            numbers = grid.shape[0] * grid.shape[1] * self._page
+            most = max(1, SPACE_NUMBERS // numbers)
             for ids, address, step in even_runs(block_ids, addresses, most):
+                if space is None or space.size < ids.size * numbers:
+                    space = _Space(ids.size * numbers, self.rows.dtype)
                 codes, scales = self._blobs(grid, ids.size, address, step)
                 cache, blocks = self._caches[grid], torch.from_numpy(ids)
+                values = space.values[: ids.size * numbers].view(codes.shape)
                 if is_load:
-                    cache[blocks] = dequantize(codes, scales, self.rows.dtype)
+                    cache.index_copy_(0, blocks, dequantize(codes, scales, values, space))
                 else:
-                    made, factors = quantize(cache.index_select(0, blocks))
-                    codes.copy_(made)
-                    scales.copy_(factors)
+                    torch.index_select(cache, 0, blocks, out=values)
+                    quantize(values, codes, scales, space)
 
     def _cache(self, grid: _Grid) -> torch.Tensor:
         """View a grid's numbers in all blocks, ``[NB, outer, inner, BS, width]``."""
@@ -119,18 +123,38 @@ class HostQuantized:
         )
 
 
-def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+class _Space:
+    """Memory for the steps of a conversion, made once a call: fresh pages cost as much as the sums.
+
+    Attributes:
+        size: numbers that fit.
+        values: of the cache's type.
+        bits: int16.
+        floats: float32.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.size = size
+        self.values = torch.empty(size, dtype=dtype)
+        self.bits = torch.empty(size, dtype=torch.int16)
+        self.floats = torch.empty(size, dtype=torch.float32)
+
+
+def quantize(
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, space: _Space
+) -> None:
     """Quantise rows of numbers; a row is the last axis.
 
     Args:
-        values: ``[..., D]`` bfloat16 or float16.
-
-    Returns:
-        ``[..., D]`` uint8 codes and ``[...]`` float32 scales.
+        values: ``[..., D]`` bfloat16 or float16, contiguous.
+        codes: gets ``[..., D]`` uint8, any strides.
+        scales: gets ``[...]`` float32, any strides.
+        space: for as many numbers.
     """
     lowest, top, infinity, _ = _LIMITS[values.dtype]
-    values = values.contiguous()
-    bits = values.view(torch.int16) & 0x7FFF
+    size, shape = values.numel(), values.shape
+    raw = values.view(torch.int16)
+    bits = torch.bitwise_and(raw, 0x7FFF, out=space.bits[:size].view(shape))
     largest = bits.amax(-1, keepdim=True)
     has_others = int(largest.max()) >= infinity
     if has_others:
@@ -138,15 +162,15 @@ def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     mantissa, power = torch.frexp(largest.view(values.dtype).float())
     power = power - LARGEST_POWER + (mantissa > 0.875).int()
     power = torch.where(mantissa > 0, power, lowest).clamp(min=lowest)
-    scaled = values.float() * _power_of_two(-power)
+    scaled = space.floats[:size].view(shape).copy_(values).mul_(_power_of_two(-power))
     if int(power.max()) >= top:
         scaled = torch.where(power >= top, scaled.clamp(-TOP_CODE, TOP_CODE), scaled)
-    codes = scaled.to(E4M3).view(torch.uint8)
+    codes.view(E4M3).copy_(scaled)
     if has_others:
         # torch has no one answer for an infinity
-        with_sign = torch.where(values.view(torch.int16) < 0, NAN_CODE + 0x80, NAN_CODE)
-        codes = torch.where(bits >= infinity, with_sign.to(torch.uint8), codes)
-    return codes, _power_of_two(power).squeeze(-1)
+        with_sign = torch.where(raw < 0, NAN_CODE + 0x80, NAN_CODE).to(torch.uint8)
+        codes.copy_(torch.where(bits >= infinity, with_sign, codes))
+    scales.copy_(_power_of_two(power).squeeze(-1))
 
 
 def _power_of_two(power: torch.Tensor) -> torch.Tensor:
@@ -154,22 +178,30 @@ def _power_of_two(power: torch.Tensor) -> torch.Tensor:
     return ((power + 127) << 23).view(torch.float32)
 
 
-def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers of *codes*: the inverse of :func:`quantize` but for what rounding took.
+def dequantize(
+    codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, space: _Space
+) -> torch.Tensor:
+    """Bring back numbers: the inverse of :func:`quantize` but for what rounding took.
 
     Args:
         codes: ``[..., D]`` uint8.
         scales: ``[...]`` float32.
-        dtype: bfloat16 or float16.
+        values: gets ``[..., D]`` bfloat16 or float16, contiguous.
+        space: for as many numbers.
+
+    Returns:
+        *values*.
     """
+    size, dtype = values.numel(), values.dtype
     index = codes.reshape(-1).to(torch.int32)
     # a look-up is three times as fast as torch's conversion from e4m3
-    values = torch.index_select(_numbers(), 0, index).view(codes.shape)
-    values = (values * scales[..., None]).to(dtype)
+    flat = torch.index_select(_numbers(), 0, index, out=space.floats[:size])
+    values.copy_(flat.view(values.shape).mul_(scales[..., None]))
     if int((codes & NAN_CODE).max()) == NAN_CODE:
         quiet = _LIMITS[dtype][3]
         with_sign = torch.where(codes >= 0x80, quiet - 0x8000, quiet).to(torch.int16)
-        values = torch.where((codes & NAN_CODE) == NAN_CODE, with_sign.view(dtype), values)
+        is_nan = (codes & NAN_CODE) == NAN_CODE
+        values.copy_(torch.where(is_nan, with_sign.view(dtype), values))
     return values
 
 

@@ -4,7 +4,7 @@ One shape of message: *argument must be X; got Y*.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,7 @@ MIN_BYTES_IN_FLIGHT, MAX_BYTES_IN_FLIGHT = 1 << 10, 1 << 26
 Bools = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(NamedTuple):
     """The checked entries of one block transfer.
 
     Attributes:

@@ -15,28 +15,13 @@ from kvferry.kernels.head_runs import HeadRuns
 from kvferry.kernels.head_spans import heads_of_rank
 from kvferry.kernels.layout import BlockLayout
 from kvferry.kernels.rows import RowLayout
-from kvferry.kernels.table import BLOCK_MASK
 
+from .blobs import Blobs
 from .layouts import BF16, GUARD, ROW_LAYOUTS, Memory, as_bytes, latent, latent_and_indexer, same
 
 CPU = torch.device("cpu")
 LAYERS, BLOCKS, HEADS, TOKENS, DIM = 2, 5, 8, 4, 24
 """Of the model: heads of 48 bytes, so that no size of a run is a power of two."""
-
-
-class Blobs:
-    """Poisoned blobs with guards on both sides, and entries that name them."""
-
-    def __init__(self, poisoned, count, block_bytes, device):
-        self.whole = poisoned(count * block_bytes + 2 * GUARD, device=device)
-        self.rows = self.whole[GUARD:-GUARD].view(count, block_bytes)
-
-    def entries(self, block_ids):
-        ids = torch.tensor(block_ids, dtype=torch.int64) & BLOCK_MASK
-        # what other kernels keep in the upper bits is not ours to read
-        ids |= torch.arange(len(block_ids)) << 28
-        addresses = torch.tensor([row.data_ptr() for row in self.rows], dtype=torch.int64)
-        return torch.stack([ids, addresses], dim=1).to(self.whole.device)
 
 
 class Model:

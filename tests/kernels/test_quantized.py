@@ -11,28 +11,13 @@ from kvferry.kernels import quantized
 from kvferry.kernels import reference_quantized as reference
 from kvferry.kernels.quantized_rows import QuantizedRows
 from kvferry.kernels.rows import RowLayout
-from kvferry.kernels.table import BLOCK_MASK
 
+from .blobs import Blobs
 from .layouts import GUARD, Memory, as_bytes, latent, latent_and_indexer, same
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16]
 GATHER, SCATTER = "_gather_quantized_kernel", "_scatter_dequantized_kernel"
-
-
-class Blobs:
-    """Poisoned blobs with guards on both sides, and entries that name them."""
-
-    def __init__(self, poisoned, count, block_bytes, device):
-        self.whole = poisoned(count * block_bytes + 2 * GUARD, device=device)
-        self.rows = self.whole[GUARD:-GUARD].view(count, block_bytes)
-
-    def entries(self, block_ids):
-        ids = torch.tensor(block_ids, dtype=torch.int64) & BLOCK_MASK
-        # what other kernels keep in the upper bits is not ours to read
-        ids |= torch.arange(len(block_ids)) << 28
-        addresses = torch.tensor([row.data_ptr() for row in self.rows], dtype=torch.int64)
-        return torch.stack([ids, addresses], dim=1).to(self.whole.device)
 
 
 def every_number(dtype, width, seed):

@@ -160,9 +160,7 @@ def _copy_blocks_kernel(
                             digest = ((n3 * FOLD + n2) * FOLD + n1) * FOLD + n0
                             keys = row_keys * turn_keys
                             weighted = digest.to(tl.uint64) * keys.to(tl.uint64)
-                            # folded into the first turn, the sum so far costs no addition of its own
-                            weighted += tl.where(turn == 0, total[None, :], 0)
-                            total = tl.reduce(weighted, 0, tl.standard._sum_combine)
+                            total += tl.reduce(weighted, 0, tl.standard._sum_combine)
                     if (CHECKSUM != 0) | HAS_DONE:
                         blob_id = ((word >> 28) & 0xFFFFF).to(tl.int32)
                         state_ptr = workspace_ptr + blob_id * 2

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.kernels import block_copy
-from kvferry.kernels.block_copy import COMPARE_CHECKSUM, NO_CHECKSUM, TURNS, WRITE_CHECKSUM, choose_shape
+from kvferry.kernels.block_copy import (
+    COMPARE_CHECKSUM,
+    NO_CHECKSUM,
+    TURNS,
+    WRITE_CHECKSUM,
+    choose_shape,
+)
 from kvferry.kernels.checksum import FOLD, KEY, SEED
 from kvferry.kernels.gather import BYTES_IN_FLIGHT, MAX_SMS
 
@@ -69,7 +75,9 @@ def blocks() -> Iterator[Variant]:
     types = {name: "*i64" for name in kernel.arg_names if name.endswith("_ptr")}
     pointers = tuple(types)
     types |= dict.fromkeys(["place_keys_ptr", "mismatch_ptr", "done_ptr"], "*i32")
-    types |= dict.fromkeys(["num_units", "checksum_stride", "mismatch_stride", "done_stride"], "i32")
+    types |= dict.fromkeys(
+        ["num_units", "checksum_stride", "mismatch_stride", "done_stride"], "i32"
+    )
     # every page of these models is a multiple of 16 bytes
     shapes = {choose_shape(16, model.largest_page, MAX_SMS, BYTES_IN_FLIGHT) for model in MODELS}
     for shape in sorted(shapes, key=lambda shape: -shape.lanes):
@@ -80,7 +88,9 @@ def blocks() -> Iterator[Variant]:
             usual = shape == choose_shape(16, 1 << 20, MAX_SMS, BYTES_IN_FLIGHT)
             extras = [("", NO_CHECKSUM, False), (", checksum", sums, False)]
             # a flag is raised outside of the loop that moves data: it is looked at once
-            extras += [(", flag", NO_CHECKSUM, True), (", checksum, flag", sums, True)] if usual else []
+            extras += (
+                [(", flag", NO_CHECKSUM, True), (", checksum, flag", sums, True)] if usual else []
+            )
             for extra, mode, done in extras:
                 constants = {
                     "TO_BLOB": to_blob, "WORD_BYTES": shape.word_bytes, "TURNS": TURNS, "LANES": shape.lanes,
@@ -105,7 +115,9 @@ def variants(only: str | None = None) -> list[Variant]:
     from .static_rows import heads, quantized, slots
 
     builders = BUILDERS | {"slots": slots, "heads": heads, "quantized": quantized}
-    found = [variant for name, build in builders.items() if only in (None, name) for variant in build()]
+    found = [
+        variant for name, build in builders.items() if only in (None, name) for variant in build()
+    ]
     names = [variant.name for variant in found]
     assert len(set(names)) == len(names), "two variants have the same name"
     return found

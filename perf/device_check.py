@@ -9,6 +9,7 @@ it compares them with the predictions; ``log.txt`` has all output.
 """
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -68,6 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
         sections = chosen(args.only)
     except ValueError as error:
         print(error, file=sys.stderr)
+        return 2
+    # each section's share is a part of it
+    if not 0 < args.budget_s < math.inf:
+        print(f"--budget-s must be a positive number; got {args.budget_s}", file=sys.stderr)
         return 2
     if args.list:
         for section in sections:

@@ -250,8 +250,8 @@ def write_csv(path: Path, bench: str, figures: Sequence[Figure]) -> None:
     """Append *figures* to *path*."""
     # the first figure of a case is its baseline
     baseline = {figure.case.name: figure.p50 for figure in reversed(figures)}
-    new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists() or not path.stat().st_size
     with path.open("a", newline="") as stream:
         writer = csv.DictWriter(stream, [field.name for field in dataclasses.fields(Row)])
         if new:
@@ -351,6 +351,22 @@ def headline() -> str:
     )
 
 
+def _problem(args: argparse.Namespace, cases: Sequence[Case]) -> str | None:
+    """Return what is wrong with the flags, which would come out after minutes, or not at all."""
+    known = list(dict.fromkeys(p.name for case in cases for p in case.providers))
+    if unknown := sorted({*(args.providers or "").split(",")} - {*known, ""}):
+        return f"--providers must be among {', '.join(known)}; got {', '.join(unknown)}"
+    if args.rounds is not None and args.rounds < 1:
+        return f"--rounds must be at least 1; got {args.rounds}"
+    if args.csv and not (args.list or args.dry_run):
+        try:
+            args.csv.parent.mkdir(parents=True, exist_ok=True)
+            args.csv.open("a").close()
+        except OSError as error:
+            return f"--csv must be a file that can be written; got {error}"
+    return None
+
+
 def run(
     bench: str,
     args: argparse.Namespace,
@@ -358,6 +374,9 @@ def run(
     gates: Callable[[list[Figure]], list[Gate]],
 ) -> int:
     """Do what the flags say with *cases*; return the exit status."""
+    if problem := _problem(args, cases):
+        print(problem, file=sys.stderr)
+        return 2
     if args.list or args.dry_run:
         for case in cases:
             names = ", ".join(p.name for p in case.providers)
@@ -377,6 +396,5 @@ def run(
     checked = gates(figures) if args.providers is None else []
     for gate in checked:
         print(gate)
-    wrong = [f for f in figures if not f.match]
-    short = [g for g in checked if not g.holds]
-    return 1 if wrong or (args.gates and short) else 0
+    is_short = args.gates and not all(gate.holds for gate in checked)
+    return 1 if is_short or not all(figure.match for figure in figures) else 0

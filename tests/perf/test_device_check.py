@@ -96,6 +96,12 @@ def test_an_unknown_section_is_named(capsys):
     assert "got nothing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("budget", ["nan", "inf", "0", "-1"])
+def test_a_budget_is_a_number_of_seconds(budget, capsys):
+    assert device_check.main(["--list", "--budget-s", budget]) == 2
+    assert "--budget-s must be a positive number; got" in capsys.readouterr().err
+
+
 def test_a_run_needs_a_folder(capsys):
     assert device_check.main([]) == 2
     assert "--out must name a folder" in capsys.readouterr().err

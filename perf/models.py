@@ -59,13 +59,27 @@ class Model:
         return max(page for group in self.groups for page in group.page_bytes)
 
 
-def heads(name: str, layers: int, num_kv_heads: int, head_dim: int, block_size: int = 16, itemsize: int = BF16) -> Group:
+def heads(
+    name: str,
+    layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int = 16,
+    itemsize: int = BF16,
+) -> Group:
     """Return a group of layers whose page holds each head's K and V: ``[B, H, N, C]`` of vLLM 0.29 and later."""
     page = block_size * num_kv_heads * 2 * head_dim * itemsize
     return Group(name, layers, (page,), block_size, num_kv_heads, head_dim, itemsize)
 
 
-def halves(name: str, layers: int, num_kv_heads: int, head_dim: int, block_size: int = 16, itemsize: int = BF16) -> Group:
+def halves(
+    name: str,
+    layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int = 16,
+    itemsize: int = BF16,
+) -> Group:
     """Return a group of layers with a K page and a V page: ``[2, NB, BS, H, D]`` and ``[NB, 2, BS, H, D]``."""
     page = block_size * num_kv_heads * head_dim * itemsize
     return Group(name, layers, (page, page), block_size, num_kv_heads, head_dim, itemsize)
@@ -82,14 +96,28 @@ MODELS = (
     Model("llama-3.1-70b tp8, K and V apart", (halves("attention", 80, 1, 128),)),
     Model("qwen3-32b tp1", (heads("attention", 64, 8, 128),)),
     # 52 layers see a window of 1024 tokens; the engine cuts them into groups of as many as see everything
-    Model("gemma-3-27b tp1", (heads("full", 10, 16, 128), *(heads(f"window {i}", 10, 16, 128) for i in range(5)),
-                              heads("window 5", 2, 16, 128))),  # fmt: skip
+    Model(
+        "gemma-3-27b tp1",
+        (
+            heads("full", 10, 16, 128),
+            *(heads(f"window {i}", 10, 16, 128) for i in range(5)),
+            heads("window 5", 2, 16, 128),
+        ),
+    ),
     Model("deepseek-v3", (latent("latent", 61, 576 * BF16),)),
     Model("deepseek-v3 fp8_ds_mla", (latent("latent", 61, 656),)),
-    Model("deepseek-v3.2 fp8_ds_mla", (Group("latent and indexer", 61, (64 * 656, 64 * 132), 64, 0, 656 + 132),)),
+    Model(
+        "deepseek-v3.2 fp8_ds_mla",
+        (Group("latent and indexer", 61, (64 * 656, 64 * 132), 64, 0, 656 + 132),),
+    ),
     Model("gpt-oss-120b tp1", (heads("full", 18, 8, 64), heads("window", 18, 8, 64))),
     # Mamba-2 states of 128 heads x 64 x 128 and a convolution's 8448 x 3, beside pages of 528 tokens
-    Model("bamba-9b tp1", (Group("state", 29, (128 * 64 * 128 * BF16 + 8448 * 3 * BF16,), 0),
-                           heads("attention", 3, 8, 128, block_size=528))),  # fmt: skip
+    Model(
+        "bamba-9b tp1",
+        (
+            Group("state", 29, (128 * 64 * 128 * BF16 + 8448 * 3 * BF16,), 0),
+            heads("attention", 3, 8, 128, block_size=528),
+        ),
+    ),
 )
 """In the order of the report."""

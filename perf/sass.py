@@ -57,7 +57,9 @@ class Listing:
             if label := _LABEL.match(line):
                 labels[label.group(1)] = len(instructions)
             elif found := _LINE.match(line):
-                instructions.append(Instruction(bool(found.group(1)), found.group(2), found.group(3)))
+                instructions.append(
+                    Instruction(bool(found.group(1)), found.group(2), found.group(3))
+                )
         successors: list[list[int]] = []
         for index, each in enumerate(instructions):
             following = [index + 1] if index + 1 < len(instructions) else []
@@ -72,7 +74,9 @@ class Listing:
 
     def widths(self, base: str) -> dict[int, int]:
         """Return how many accesses to data there are of each width: LDG or STG."""
-        return dict(Counter(each.bits for each in self.instructions if each.base == base and each.is_data))
+        return dict(
+            Counter(each.bits for each in self.instructions if each.base == base and each.is_data)
+        )
 
     def count(self, *bases: str) -> int:
         """Return how many instructions have one of these opcodes."""

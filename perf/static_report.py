@@ -95,13 +95,17 @@ def _compile(name: str, arch: int, no_cache: bool) -> Row | str:
     )
     target = GPUTarget("hip", "gfx942", 64) if arch == AMD else GPUTarget("cuda", arch, 32)
     try:
-        compiled = triton.compile(source, target=target, options={"num_warps": variant.num_warps} | variant.options)
+        compiled = triton.compile(
+            source, target=target, options={"num_warps": variant.num_warps} | variant.options
+        )
     except Exception as error:  # whatever the compiler raises is this kernel's result
         return f"{name}, {_arch_name(arch)}: does not compile: {type(error).__name__}: {error}"
     if arch == AMD:
         made = len(compiled.asm["hsaco"])
         assert made
-        row = Row(name, arch, triton.__version__, 0, 0, 0, compiled.metadata.shared, "", "", 0, 0.0, 0)
+        row = Row(
+            name, arch, triton.__version__, 0, 0, 0, compiled.metadata.shared, "", "", 0, 0.0, 0
+        )
     else:
         row = _read(variant, arch, compiled)
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +149,9 @@ def _read(variant: Any, arch: int, compiled: Any) -> Row:
         machine = re.search(r"^\.target (\w+)", compiled.asm["ptx"], re.M)
         assembler = tools / ("ptxas-blackwell" if arch >= 100 else "ptxas")
         assert machine is not None
-        said = _run(assembler, "-v", f"--gpu-name={machine.group(1)}", ptx, "-o", Path(folder, "again"))
+        said = _run(
+            assembler, "-v", f"--gpu-name={machine.group(1)}", ptx, "-o", Path(folder, "again")
+        )
     sizes = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     assert sizes is not None
@@ -168,7 +174,9 @@ def _read(variant: Any, arch: int, compiled: Any) -> Row:
 
 
 def _run(*command: object) -> str:
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=True, timeout=120
+    )
     return done.stdout + done.stderr
 
 
@@ -187,13 +195,19 @@ def broken_rules(variant: Any, row: Row, rows: dict[tuple[str, int], Row]) -> li
         wrong.append(f"{row.registers} registers; must be at most {variant.max_registers}")
     if variant.data_bits:
         for verb, widths in (("loads", row.loads), ("stores", row.stores)):
-            narrow = [each for each in widths.split() if int(each.partition("x")[2]) < variant.data_bits]
+            narrow = [
+                each for each in widths.split() if int(each.partition("x")[2]) < variant.data_bits
+            ]
             if narrow or not widths:
-                wrong.append(f"data {verb} {widths or 'not found'}; must be {variant.data_bits} bits wide")
+                wrong.append(
+                    f"data {verb} {widths or 'not found'}; must be {variant.data_bits} bits wide"
+                )
     plain = rows.get((variant.plain, row.arch))
     if plain is not None and row.per_vector > plain.per_vector + MAX_CHECKSUM:
         more = row.per_vector - plain.per_vector
-        wrong.append(f"the checksum adds {more:.2f} instructions for 16 bytes; must be at most {MAX_CHECKSUM}")
+        wrong.append(
+            f"the checksum adds {more:.2f} instructions for 16 bytes; must be at most {MAX_CHECKSUM}"
+        )
     return wrong
 
 
@@ -206,7 +220,9 @@ def price_of_checksums(chosen: Sequence[Any], added: dict[tuple[str, int], float
     mean = sum(shares) / len(shares) if shares else 0.0
     if mean <= MAX_CHECKSUM_SHARE:
         return []
-    return [f"checksums add {100 * mean:.1f} % instructions in the mean; must be at most {100 * MAX_CHECKSUM_SHARE:.0f} %"]
+    return [
+        f"checksums add {100 * mean:.1f} % instructions in the mean; must be at most {100 * MAX_CHECKSUM_SHARE:.0f} %"
+    ]
 
 
 def regressions(row: Row, committed: Row | None) -> list[str]:
@@ -219,7 +235,9 @@ def regressions(row: Row, committed: Row | None) -> list[str]:
         if now > before:
             worse.append(f"{now} {field}; {before} in static.csv")
     if row.per_vector > committed.per_vector * (1 + SLACK):
-        worse.append(f"{row.per_vector} instructions for each 16 bytes; {committed.per_vector} in static.csv")
+        worse.append(
+            f"{row.per_vector} instructions for each 16 bytes; {committed.per_vector} in static.csv"
+        )
     if row.in_flight < committed.in_flight:
         worse.append(f"{row.in_flight} bytes in flight; {committed.in_flight} in static.csv")
     return worse
@@ -232,14 +250,19 @@ def read_table(path: Path) -> dict[tuple[str, int, str], Row]:
     types = {field.name: field.type for field in dataclasses.fields(Row)}
     made = {"int": int, "float": float, "str": str, int: int, float: float, str: str}
     with path.open(newline="") as stream:
-        rows = [Row(**{k: made[types[k]](v) for k, v in line.items()}) for line in csv.DictReader(stream)]
+        rows = [
+            Row(**{k: made[types[k]](v) for k, v in line.items()})
+            for line in csv.DictReader(stream)
+        ]
     return {row.key: row for row in rows}
 
 
 def write_table(path: Path, rows: Sequence[Row]) -> None:
     """Write the committed table."""
     with path.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
+        writer = csv.DictWriter(
+            stream, [field.name for field in dataclasses.fields(Row)], lineterminator="\n"
+        )
         writer.writeheader()
         writer.writerows(dataclasses.asdict(row) for row in rows)
 
@@ -263,15 +286,25 @@ def main() -> int:
         prog="python -m perf.static_report", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--assert", dest="gates", action="store_true", help="exit 1 when a rule is broken")
+    parser.add_argument(
+        "--assert", dest="gates", action="store_true", help="exit 1 when a rule is broken"
+    )
     parser.add_argument("--quick", action="store_true", help="the variants that CI looks at")
     parser.add_argument("--only", help="the variants of one builder of static_variants.py")
     parser.add_argument("--arch", help="of 80, 90, 100 and 942, comma-separated; default: all")
-    parser.add_argument("--triton", type=Path, help="folder that holds another triton, to be imported instead")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    parser.add_argument("--no-cache", action="store_true", help="compile again what is kept from before")
+    parser.add_argument(
+        "--triton", type=Path, help="folder that holds another triton, to be imported instead"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores"
+    )
+    parser.add_argument(
+        "--no-cache", action="store_true", help="compile again what is kept from before"
+    )
     parser.add_argument("--json", action="store_true", help="print rows and findings as JSON")
-    parser.add_argument("--update", action="store_true", help="write this Triton's rows to results/static.csv")
+    parser.add_argument(
+        "--update", action="store_true", help="write this Triton's rows to results/static.csv"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print names, compile nothing")
     parser.add_argument("--list", action="store_true", help="as --dry-run")
     args = parser.parse_args()
@@ -284,7 +317,10 @@ def main() -> int:
     try:
         import triton
     except ImportError:
-        print("perf.static_report: triton is not installed (requirements/test.lock has it)", file=sys.stderr)
+        print(
+            "perf.static_report: triton is not installed (requirements/test.lock has it)",
+            file=sys.stderr,
+        )
         return 2
     from .static_variants import variants
 
@@ -329,7 +365,12 @@ def report(
     findings += price_of_checksums(chosen, added)
     seconds = time.perf_counter() - begin
     if args.json:
-        made = {"triton": version, "seconds": seconds, "rows": list(map(dataclasses.asdict, rows)), "findings": findings}
+        made = {
+            "triton": version,
+            "seconds": seconds,
+            "rows": list(map(dataclasses.asdict, rows)),
+            "findings": findings,
+        }
         print(json.dumps(made, indent=1))
     else:
         print(f"triton {version} | {len(rows)} of {len(tasks)} compiled in {seconds:.0f} s")
@@ -339,7 +380,9 @@ def report(
         print(f"{len(findings)} findings")
     if args.update:
         others = [row for row in committed.values() if row.key not in {each.key for each in rows}]
-        write_table(TABLE, sorted([*others, *rows], key=lambda row: (row.triton, row.kernel, row.arch)))
+        write_table(
+            TABLE, sorted([*others, *rows], key=lambda row: (row.triton, row.kernel, row.arch))
+        )
     return 1 if findings and args.gates else 0
 
 

@@ -82,16 +82,17 @@ def host_int64s(name: str, tensor: torch.Tensor, size: int | None = None) -> Int
     Raises:
         ValueError: it is not int64 ``[size]`` (any length if None) in host memory.
     """
-    if (
-        tensor.dtype is not torch.int64
-        or tensor.layout is not torch.strided
-        or tensor.dim() != 1
-        or tensor.device.type != "cpu"
-        or size not in (None, tensor.shape[0])
-    ):
-        wanted = "N" if size is None else size
+    wanted = "N" if size is None else size
+    try:
+        # cheaper than to ask for the device, the layout and the rest one by one
+        array = tensor.numpy()
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} must be torch.int64 [{wanted}] on cpu; got {describe(tensor)}"
+        ) from error
+    if array.dtype != np.int64 or array.ndim != 1 or size not in (None, array.shape[0]):
         raise ValueError(f"{name} must be torch.int64 [{wanted}] on cpu; got {describe(tensor)}")
-    return tensor.numpy().copy()
+    return array.copy()
 
 
 def check_elements(
@@ -330,8 +331,8 @@ def check_apart(name: str, tensor: torch.Tensor, memory: Memory) -> None:
 
 def _extent(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element to the end of the last; strides are not negative."""
-    if not tensor.numel():
-        return 0
+    if tensor.is_contiguous():
+        return tensor.nbytes
     steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (steps + 1) * tensor.element_size()
 

@@ -16,8 +16,9 @@ What it detects:
 
 * any single flipped bit, always: FOLD is odd, so the digest changes; its change and the key, both below
   2**32 and not 0, have a product that is not 0 mod 2**64;
-* flipped bits in two vectors, always, if there is one in each: keys are odd and differ below 2**30
-  vectors (16 GiB), so the two products do not cancel;
+* flipped bits in two vectors, one in each: always in a blob of up to 93 MiB. Products could only cancel
+  where the ratio of two keys is that of two changes, and no two vectors nearer than that have such keys
+  (a test goes through all pairs of flips);
 * two vectors that changed places, always if their digests differ: the change is the product of two
   differences below 2**32. Digests of different vectors agree with a chance of 2**-32;
 * blocks that changed places at a distance of ``d`` vectors, with a chance of 2**(tz(d) - 62) to miss it, tz
@@ -25,6 +26,10 @@ What it detects:
 * any other change of several vectors, with a chance of 2**-64 to miss it if the changed bits are random;
   within a single vector 2**-32, because a vector counts by its digest;
 * a blob of zeros: its checksum is SEED, which a frame header of zeros does not hold.
+
+What it does not: products of the upper bits of a vector's numbers do not reach far enough mod 2**32. Bit 31 of
+two or of all four numbers of one vector may flip unseen, so may bits 27 to 30 in opposite directions: one in
+508 of all pairs of flips within 16 bytes. So fp32 numbers that all change their sign are not noticed.
 
 It guards against faults, not against an author of collisions.
 """

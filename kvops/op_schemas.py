@@ -11,7 +11,7 @@ is read or written, so tracing refuses an empty one.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch.library import Library, register_fake
+from torch.library import Library, fallthrough_kernel, register_fake
 
 from kvferry.kernels.budget import BYTES_IN_FLIGHT, MAX_SMS
 
@@ -70,6 +70,8 @@ def define(name: str, implementation: Callable[..., None]) -> Callable[..., None
     _LIBRARY.define(name + SCHEMAS[name])
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, implementation, key)
+        # bytes have no gradient: looking for one in every argument costs as much as the rest of a call
+        _LIBRARY.impl(name, fallthrough_kernel, f"Autograd{key}")
     takes_caches = "caches" in SCHEMAS[name]
     fake = _fake_with_caches if takes_caches else _fake
     register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)

@@ -23,6 +23,8 @@ MIN_BYTES_IN_FLIGHT, MAX_BYTES_IN_FLIGHT = 1 << 10, 1 << 26
 
 Bools = npt.NDArray[np.bool_]
 
+_INT64 = np.dtype(np.int64)
+
 
 class Blocks(NamedTuple):
     """The checked entries of one block transfer.
@@ -90,7 +92,7 @@ def host_int64s(name: str, tensor: torch.Tensor, size: int | None = None) -> Int
         raise ValueError(
             f"{name} must be torch.int64 [{wanted}] on cpu; got {describe(tensor)}"
         ) from error
-    if array.dtype != np.int64 or array.ndim != 1 or size not in (None, array.shape[0]):
+    if array.dtype != _INT64 or array.ndim != 1 or (size is not None and size != array.size):
         raise ValueError(f"{name} must be torch.int64 [{wanted}] on cpu; got {describe(tensor)}")
     return array.copy()
 

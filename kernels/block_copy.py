@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .checksum import FOLD, KEY, SEED
 from .current_device import made_current
-from .table import MIN_TILE_BYTES, LayoutTable
+from .table import MAX_UNITS, MIN_TILE_BYTES, LayoutTable
 
 TURNS = 4
 """Words of the table's alignment that a thread has in flight: below 64 registers, checksum included."""
@@ -258,7 +258,7 @@ def copy_blocks(
     """Launch the kernel once; see `gather.py` and `scatter.py` for the arguments.
 
     Raises:
-        ValueError: checksums of a table without whole vectors.
+        ValueError: checksums of a table without whole vectors, or 2**31 tiles or more.
     """
     shape = choose_shape(table.alignment, table.largest_segment, max_sms, bytes_in_flight)
     tiles = table.tiles(shape.tile_bytes)
@@ -268,6 +268,8 @@ def copy_blocks(
     units = sum(count * of_block for count, of_block in zip(counts, tiles.count, strict=True))
     if not units:
         return
+    if units >= MAX_UNITS:
+        raise ValueError(f"entries must be less than {MAX_UNITS} tiles together; got {units}")
     mode = NO_CHECKSUM
     if checksums is not None:
         if not table.has_whole_vectors or table.alignment < 4:

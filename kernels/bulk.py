@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .table import MAX_GROUPS, MIN_TILE_BYTES, LayoutTable, Tiles
+from .table import MAX_GROUPS, MAX_UNITS, MIN_TILE_BYTES, LayoutTable, Tiles
 
 TILE_BYTES = 16 << 10
 """Bytes of a tile, and of a stage of the ring, where the budget allows: large enough that one thread's bookkeeping, some hundred
@@ -251,6 +251,8 @@ def _launch(
     groups, num_units = group_rows(tiles, counts)
     if not num_units:
         return
+    if num_units >= MAX_UNITS:
+        raise ValueError(f"entries must be less than {MAX_UNITS} tiles together; got {num_units}")
     cupy = kernels.cupy
     stream = _Stream(torch.cuda.current_stream(table.device).cuda_stream)
     with cupy.cuda.Device(_index(table.device)), cupy.cuda.Stream.from_external(stream):

@@ -26,6 +26,9 @@ HOLE = -1
 MAX_GROUPS = 16
 """KV cache groups of one launch: a kernel looks its group up in a table of this many rows at most."""
 
+MAX_UNITS = 1 << 31
+"""Tiles of all entries of one launch: kernels count them in 32 bits."""
+
 MAX_KEPT_COUNTS = 4096
 """Group tables that are kept for one size of tiles, 512 bytes of a device each."""
 

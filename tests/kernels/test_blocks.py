@@ -285,3 +285,12 @@ def test_a_launch_keeps_to_its_budgets():
         # never more than one step above what the largest segment fills
         assert shape.tile_bytes < max(2 * largest, smallest + 1)
         assert shape.num_warps in (1, 2, 4, 8, 16, 32)
+
+
+def test_more_tiles_than_the_kernel_counts_are_refused(launches):
+    cache = torch.zeros(4, 1 << 20, dtype=torch.uint8)
+    table = LayoutTable.from_layouts([BlockLayout.from_tensors([cache], [1 << 20], 1)])
+    entries = torch.full((1, 2), -1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="less than 2147483648 tiles"):
+        gather_blocks(table, entries, [1 << 27])
+    assert not launches

@@ -12,6 +12,7 @@ Bytes in flight, per CTA, are those of the ring in its shared memory:
 """
 
 import functools
+import importlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,7 +103,8 @@ def cubin(architecture: str) -> bytes:
         ImportError: cuda-bindings is not installed.
         RuntimeError: NVRTC cannot be loaded, or refuses the source; its log is the message.
     """
-    from cuda.bindings import nvrtc
+    # a compiled module without types
+    nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
 
     def checked(result: tuple[Any, ...]) -> Any:
         if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:

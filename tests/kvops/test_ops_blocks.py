@@ -195,7 +195,7 @@ class CudaArray:
     [
         ([1, 2], "blobs must be a tensor, or an array with __dlpack__ or .*; got list"),
         (None, "blobs must be a tensor, .*; got NoneType"),
-        (np.frombuffer(bytes(512), np.uint8), "blobs must be an array that torch can view; got nd"),
+        (np.frombuffer(bytes(512), np.uint8), "blobs must be an array that torch can view; got ndarray"),
         (np.array(["a"]), "blobs must be an array that torch can view; got ndarray"),
         pytest.param(
             CudaArray(), "blobs must be an array that torch can view; got CudaArray",

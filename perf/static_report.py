@@ -31,6 +31,9 @@ from typing import Any
 TABLE = Path(__file__).parent / "results" / "static.csv"
 KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry" / "static"
 ARCHITECTURES = (80, 90, 100)
+PROGRESS_S = 5.0
+"""Time between two lines about how far it is, seconds."""
+
 SLACK = 0.05
 """How many more instructions than in the committed table are no regression: versions of the compiler differ."""
 
@@ -347,7 +350,12 @@ def report(
     names, archs = [name for name, _ in tasks], [arch for _, arch in tasks]
     # spawned: a fork of a process with torch's threads may hang
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-        results = list(pool.map(_compile, names, archs, [args.no_cache] * len(tasks)))
+        results, said = [], begin
+        for result in pool.map(_compile, names, archs, [args.no_cache] * len(tasks)):
+            results.append(result)
+            if (now := time.perf_counter()) > said + PROGRESS_S:
+                said = now
+                print(f"compiled {len(results)} of {len(tasks)}", file=sys.stderr, flush=True)
     rows = [result for result in results if isinstance(result, Row)]
     by_name = {(row.kernel, row.arch): row for row in rows}
     committed = read_table(TABLE)

@@ -165,7 +165,7 @@ PREDICTIONS = (
     Prediction("price", "S h2d with verification, speed of the plain one", r"checksum h2d", "with checksum", 93, 103,
                "as above", field="roof_pct", unit="%"),
     Prediction("price", "gather in device memory with a checksum, speed of the plain one", "checksum device",
-               "with checksum", 70, 101, "at most 35 % more instructions for each 16 bytes, in a kernel bound by memory",
+               "with checksum", 70, 101, "a third more instructions for each 16 bytes, in a kernel bound by memory",
                field="roof_pct", unit="%"),
     Prediction("price", "fp8 gather d2h, speed of the plain one", r"fp8 d2h", "quantized", 150, 200,
                field="roof_pct", unit="%",

@@ -243,8 +243,9 @@ class HeadRuns:
             )
         count = self.total_heads - head_first if head_count is None else head_count
         if head_first < 0 or count < 0 or head_first + count > self.total_heads:
+            given = "all" if head_count is None else head_count
             raise ValueError(
-                f"heads must be in 0..{self.total_heads - 1}; got {count} heads from {head_first}"
+                f"heads must be in 0..{self.total_heads - 1}; got {given} heads from {head_first}"
             )
         return head_first, count
 

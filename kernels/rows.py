@@ -125,12 +125,14 @@ class RowLayout:
         """Read the layout off the caches of the layers of one group.
 
         Args:
-            views: one per layer, of the *kind*'s shape, any dtype and any order of bytes, as long as
+            views: one per layer, of the *kind*'s shape below, any dtype and any order of bytes, as long as
                 the numbers of a head (or of a latent) are adjacent. Where an engine splits its
                 blocks into smaller ones for its attention kernel, these are the blocks here: slots
                 are the same.
-            kind: how the views are indexed. A cache with two axes the other way round, such as
-                ``[2, NB, H, BS, D]``, comes transposed.
+            kind: how the views are indexed: ``"bhnc"`` ``[NB, H, BS, C]`` with C a head's K numbers and then
+                its V numbers, ``"kv_first"`` ``[2, NB, BS, H, D]``, ``"kv_second"`` ``[NB, 2, BS, H, D]``,
+                ``"latent"`` ``[NB, BS, C]`` or ``[NB, 1, BS, C]``. A cache with two axes the other way
+                round, such as ``[2, NB, H, BS, D]``, comes transposed.
             head_dim: of ``"bhnc"``, how many of the C numbers are K; half of them if not given.
             is_packed: of ``"bhnc"``, a (block, head) holds ``[BS, D]`` of K and then ``[BS, D]`` of V,
                 as vLLM's CPU attention fills it, and the view's own axes N and C mean nothing.

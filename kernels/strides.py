@@ -12,8 +12,14 @@ def named(what: str, views: Views) -> list[tuple[str, torch.Tensor]]:
     """Return each view with the name that errors call it by: ``what['key']`` or ``what[index]``.
 
     Raises:
-        ValueError: there are none, or one is not a dense tensor with memory.
+        ValueError: there are none, *views* is a tensor itself, or one is not a dense tensor with memory.
     """
+    given: object = views
+    if isinstance(given, torch.Tensor):
+        # it would be taken apart along its first axis, whatever that counts
+        raise ValueError(
+            f"{what} must be a sequence of tensors, one for each; got one tensor alone"
+        )
     pairs: Iterable[tuple[object, torch.Tensor]]
     pairs = views.items() if isinstance(views, Mapping) else enumerate(views)
     found = [(f"{what}[{key!r}]", view) for key, view in pairs]

@@ -10,7 +10,25 @@ import torch.utils.dlpack
 
 class _Registered(Protocol):
     @property
+    def handle(self) -> int: ...
+
+    @property
     def caches(self) -> tuple[torch.Tensor, ...]: ...
+
+
+def handle_of(layout: _Registered) -> int:
+    """Return the number that stands for *layout*.
+
+    Raises:
+        ValueError: it has not been registered.
+    """
+    try:
+        return layout.handle
+    except AttributeError:
+        raise ValueError(
+            "layout must be what register_layout, register_rows, register_heads or "
+            f"register_quantized returned; got {type(layout).__name__}"
+        ) from None
 
 
 def caches_of(layout: _Registered) -> Sequence[torch.Tensor]:

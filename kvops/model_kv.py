@@ -23,6 +23,9 @@ from .registered_rows import register_rows
 ROPE_DIM = 64
 """Numbers of the rotary part of a latent, in every DeepSeek model so far."""
 
+PACKED_ROPE_BYTES = {656: 128}
+"""Bytes of it in a row of packed bytes, by the bytes of the row: vLLM's ``fp8_ds_mla``."""
+
 Slots = torch.Tensor | Sequence[int]
 """``block * block_size + offset`` of each token, or -1."""
 
@@ -53,6 +56,8 @@ class ModelKV:
 
     def __init__(self, rows: RowLayout, rope_dim: int | None = None) -> None:
         """Read the model's shape off *rows*; :func:`model_kv` says what the arguments mean."""
+        if not isinstance(rows, RowLayout):
+            raise ValueError(f"rows must be a RowLayout; got {type(rows).__name__}")
         names: list[PartName] = [part.name for part in rows.parts]
         self.kind = "latent" if names[0] == "latent" else "heads"
         per_layer = 1 if self.kind == "latent" else 2
@@ -66,7 +71,9 @@ class ModelKV:
         self.num_layers = len(rows.parts) // per_layer
         self.dtype = rows.parts[0].dtype
         if self.kind == "latent":
-            width, rope = rows.parts[0].shape[0], ROPE_DIM if rope_dim is None else rope_dim
+            width = rows.parts[0].shape[0]
+            packed = PACKED_ROPE_BYTES if self.dtype is torch.uint8 else {}
+            rope = packed.get(width, ROPE_DIM) if rope_dim is None else rope_dim
             if not 0 <= rope <= width:
                 raise ValueError(f"rope_dim must be in 0..{width}; got {rope}")
             self.names, self.shapes = ("latent", "rope"), ((width - rope,), (rope,))
@@ -105,8 +112,10 @@ class ModelKV:
         """
         mapping = self._mapping(slots)
         if out is None:
-            # memory of others must not show through the holes; on a device, looking for one would wait
-            is_full = mapping.device.type == "cpu" and not bool((mapping < 0).any())
+            # memory of others must not show through the holes; looking for one would wait on a device,
+            # and break a compiled graph in two
+            may_look = mapping.device.type == "cpu" and not torch.compiler.is_compiling()
+            is_full = may_look and not bool((mapping < 0).any())
             make = torch.empty if is_full else torch.zeros
             shape = len(mapping), self.rows.row_bytes
             out = make(shape, dtype=torch.uint8, device=self.rows.device)
@@ -198,11 +207,12 @@ def model_kv(rows: RowLayout, *, rope_dim: int | None = None) -> ModelKV:
     Args:
         rows: where the bytes of a token are; all layers of one shape and type. Of a group that mixes
             them (latents and an indexer's keys), build one for each shape.
-        rope_dim: of a latent, how many of its numbers are the rotary part, which comes last; 64 if None.
-            Of a packed row of bytes, such as ``fp8_ds_mla``'s 656, count bytes (128).
+        rope_dim: of a latent, how many of its numbers are the rotary part, which comes last. Of a
+            packed row of bytes, count bytes. If None: 128 of uint8 rows of 656 (``fp8_ds_mla``), else 64.
 
     Raises:
-        ValueError: layers differ, or *rope_dim* is given for a model with heads or is out of range.
+        ValueError: *rows* is no ``RowLayout``, its layers differ, or *rope_dim* is given for a model with
+            heads or is out of range.
 
     Example:
         >>> caches = [torch.zeros(8, 2, 16, 2 * 64) for _ in range(4)]

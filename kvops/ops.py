@@ -12,7 +12,7 @@ import torch
 
 from kvferry.kernels.budget import BYTES_IN_FLIGHT, MAX_SMS
 
-from .arrays import as_tensor, caches_of
+from .arrays import as_tensor, caches_of, handle_of
 from .block_ops import CHECKSUM_BLOCKS, GATHER_BLOCKS, SCATTER_BLOCKS
 from .ops_rows import (
     gather_heads,
@@ -111,7 +111,7 @@ def gather_blocks(
         >>> gather_blocks(layout, torch.tensor([5, 1]), blobs, torch.tensor([0, 18432]))  # doctest: +SKIP
     """
     GATHER_BLOCKS(
-        layout.handle, caches_of(layout), as_tensor("block_ids", block_ids),
+        handle_of(layout), caches_of(layout), as_tensor("block_ids", block_ids),
         as_tensor("blobs", blobs), as_tensor("offsets", offsets), counts,
         _maybe("blob_ids", blob_ids), _maybe("places", places), _maybe("checksums", checksums),
         _maybe("done", done), max_sms, bytes_in_flight,
@@ -189,7 +189,7 @@ def scatter_blocks(
         >>> scatter_blocks(layout, torch.tensor([5, 1]), blobs, torch.tensor([0, 18432]))  # doctest: +SKIP
     """
     SCATTER_BLOCKS(
-        layout.handle, caches_of(layout), as_tensor("block_ids", block_ids),
+        handle_of(layout), caches_of(layout), as_tensor("block_ids", block_ids),
         as_tensor("blobs", blobs), as_tensor("offsets", offsets), counts,
         _maybe("blob_ids", blob_ids), _maybe("places", places), _maybe("checksums", checksums),
         _maybe("mismatch", mismatch), _maybe("done", done), max_sms, bytes_in_flight,

@@ -4,7 +4,7 @@ from typing import Any
 
 from kvferry.kernels.budget import MAX_SMS
 
-from .arrays import as_tensor, caches_of
+from .arrays import as_tensor, caches_of, handle_of
 from .registered_rows import RegisteredHeads, RegisteredQuantized, RegisteredRows
 from .row_ops import (
     GATHER_HEADS,
@@ -59,7 +59,7 @@ def gather_slots(
         >>> gather_slots(layout, torch.tensor([16, 3]), rows)  # doctest: +SKIP
     """
     GATHER_SLOTS(
-        layout.handle, caches_of(layout), as_tensor("slot_mapping", slot_mapping),
+        handle_of(layout), caches_of(layout), as_tensor("slot_mapping", slot_mapping),
         as_tensor("rows", rows), max_sms,
     )  # fmt: skip
 
@@ -103,7 +103,7 @@ def scatter_slots(
         >>> scatter_slots(layout, torch.tensor([16, 3]), rows)  # doctest: +SKIP
     """
     SCATTER_SLOTS(
-        layout.handle, caches_of(layout), as_tensor("slot_mapping", slot_mapping),
+        handle_of(layout), caches_of(layout), as_tensor("slot_mapping", slot_mapping),
         as_tensor("rows", rows), max_sms,
     )  # fmt: skip
 
@@ -163,7 +163,7 @@ def gather_heads(
         >>> gather_heads(layout, torch.tensor([5]), blobs, torch.tensor([0]))  # doctest: +SKIP
     """
     GATHER_HEADS(
-        layout.handle, caches_of(layout), as_tensor("block_ids", block_ids),
+        handle_of(layout), caches_of(layout), as_tensor("block_ids", block_ids),
         as_tensor("blobs", blobs), as_tensor("offsets", offsets), head_first, head_count, max_sms,
     )  # fmt: skip
 
@@ -214,7 +214,7 @@ def scatter_heads(
         >>> scatter_heads(layout, torch.tensor([5]), blobs, torch.tensor([0]))  # doctest: +SKIP
     """
     SCATTER_HEADS(
-        layout.handle, caches_of(layout), as_tensor("block_ids", block_ids),
+        handle_of(layout), caches_of(layout), as_tensor("block_ids", block_ids),
         as_tensor("blobs", blobs), as_tensor("offsets", offsets), head_first, head_count, max_sms,
     )  # fmt: skip
 
@@ -270,7 +270,7 @@ def gather_quantized(
         >>> gather_quantized(layout, torch.tensor([5]), blobs, torch.tensor([0]))  # doctest: +SKIP
     """
     GATHER_QUANTIZED(
-        layout.handle, caches_of(layout), as_tensor("block_ids", block_ids),
+        handle_of(layout), caches_of(layout), as_tensor("block_ids", block_ids),
         as_tensor("blobs", blobs), as_tensor("offsets", offsets), max_sms,
     )  # fmt: skip
 
@@ -320,6 +320,6 @@ def scatter_dequantized(
         >>> scatter_dequantized(layout, torch.tensor([5]), blobs, torch.tensor([0]))  # doctest: +SKIP
     """
     SCATTER_DEQUANTIZED(
-        layout.handle, caches_of(layout), as_tensor("block_ids", block_ids),
+        handle_of(layout), caches_of(layout), as_tensor("block_ids", block_ids),
         as_tensor("blobs", blobs), as_tensor("offsets", offsets), max_sms,
     )  # fmt: skip

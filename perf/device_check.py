@@ -31,7 +31,11 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m perf.device_check", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    made.add_argument("--out", type=Path, help="folder for device.csv, summary.md and log.txt")
+    made.add_argument(
+        "--out",
+        type=Path,
+        help="folder for device.csv, summary.md and log.txt; a dry run writes none",
+    )
     made.add_argument(
         "--budget-s", type=float, default=BUDGET_S, help="seconds, all in all (%(default)s)"
     )

@@ -335,6 +335,13 @@ def main() -> int:
         for arch in (*each.architectures, *([AMD] if each.amd else []))
         if arch in wanted
     ]
+    if not tasks:
+        # or nothing would pass --assert
+        print(
+            "--only, --arch and --quick must leave something to compile; got nothing",
+            file=sys.stderr,
+        )
+        return 2
     if args.dry_run or args.list:
         for name, arch in tasks:
             print(f"{name}, {_arch_name(arch)}")

@@ -1,6 +1,6 @@
 """A vineyard client: every verb of the daemon that has a use on one host; standard library only.
 
-Works against vineyardd 0.24.2 and against kvferry's own server.
+Works against vineyardd 0.24.2. kvferry has no server of its own, and no engine path uses this client yet.
 
 Example:
     >>> client = Client("/run/vineyard.sock")  # doctest: +SKIP

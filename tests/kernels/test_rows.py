@@ -165,6 +165,11 @@ def test_layers_that_share_bytes_are_named():
         RowLayout.from_views({"a": GOOD, "b": GOOD}, "bhnc")
 
 
+def test_a_tensor_of_all_layers_is_not_taken_apart():
+    with pytest.raises(ValueError, match="views must be a sequence of tensors"):
+        RowLayout.from_views(torch.zeros(2, 4, 2, 8, 16), "bhnc")
+
+
 def test_other_kinds_name_their_shape():
     for kind, shape in (
         ("kv_first", r"\[2, NB, BS, H, D\]"),

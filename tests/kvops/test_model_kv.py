@@ -242,6 +242,25 @@ def test_the_rotary_part_may_be_counted_in_bytes():
     same(rope[0, 2].view(torch.bfloat16), views[2][2, 0, 1, 528:].view(torch.bfloat16))
 
 
+def test_the_rotary_part_of_packed_rows_is_known():
+    rows = RowLayout.from_views([random(NB, BS, 656, dtype=torch.uint8)], "latent")
+    assert model_kv(rows).shapes == ((528,), (128,))
+    assert model_kv(rows, rope_dim=64).shapes == ((592,), (64,))
+
+
+@pytest.mark.parametrize("wrong", [[torch.zeros(1)], None], ids=["views", "none"])
+def test_what_is_no_row_layout_is_refused(wrong):
+    with pytest.raises(ValueError, match="rows must be a RowLayout; got"):
+        model_kv(wrong)
+
+
+def test_a_get_is_one_compiled_graph():
+    rows, key, _ = heads_first()
+    kv = model_kv(rows)
+    get = torch.compile(lambda slots: kv.get(slots)[0].clone(), backend="aot_eager", fullgraph=True)
+    same(get(torch.tensor([3, 1])), key[[3, 1]])
+
+
 def test_triton_is_not_needed_on_the_host():
     code = """
 import sys

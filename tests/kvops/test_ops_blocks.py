@@ -313,6 +313,16 @@ def test_a_layout_that_is_gone_is_not_known_any_more(pages, poisoned):
         torch.ops.kvferry.gather_blocks(handle, [], IDS, poisoned(512), OFFSETS)
 
 
+def test_what_has_not_been_registered_is_refused(pages):
+    cache, _ = pages
+    blobs = blobs_of(cache)
+    for move in (ops.gather_blocks, ops.scatter_blocks, ops.gather_heads, ops.gather_quantized):
+        with pytest.raises(ValueError, match=r"layout must be what register_layout.* got list"):
+            move([cache], IDS, blobs, OFFSETS)
+    with pytest.raises(ValueError, match=r"layout must be what register_layout.* got BlockLayout"):
+        ops.gather_slots(layout_of_views(list(cache)), IDS, blobs)
+
+
 def test_a_group_whose_segments_overlap_is_not_registered():
     cache = torch.zeros(8, 64, dtype=torch.uint8)
     twice = BlockLayout.from_tensors([cache, cache], [64, 32], 1)

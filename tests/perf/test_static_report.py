@@ -70,6 +70,13 @@ def test_a_dry_run_names_every_variant_and_architecture():
     assert "gather blocks, 16 KiB, gfx942" in lines
 
 
+def test_nothing_to_compile_does_not_pass():
+    for flags in (("--arch", "91"), ("--only", "nothing")):
+        done = run("--assert", *flags)
+        assert done.returncode == 2, done.stdout
+        assert "got nothing" in done.stderr
+
+
 def test_the_committed_table_has_every_variant_with_both_versions_of_triton():
     table = static_report.read_table(static_report.TABLE)
     for version in ("3.7.1", "3.6.0"):

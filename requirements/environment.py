@@ -249,8 +249,8 @@ def install_engine(environment, engine):
 def complete(environment, engine, layers):
     """Install everything asked for that is not there yet."""
     install_engine(environment, engine)
-    # hatchling, which builds the editable install, is in test.lock
-    install_lock(environment, "test")
+    # hatchling, which builds the editable install
+    install_lock(environment, "build")
     for name in layers:
         install_lock(environment, name)
     parts = ["--no-deps", "--no-build-isolation", "--editable", "."]

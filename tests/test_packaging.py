@@ -18,7 +18,7 @@ FOLDERS = ["kernels", "kvops", "connector"]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    pytest.importorskip("hatchling", reason="hatchling builds the wheel (requirements/test.lock)")
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel (requirements/build.lock)")
     target = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -130,7 +130,9 @@ def lock_lines(name):
     return [line for line in lines if line and not line.startswith("#")]
 
 
-@pytest.mark.parametrize("name", ["library.lock", "vllm-cpu.lock", "test.lock", "dev.lock"])
+@pytest.mark.parametrize(
+    "name", ["library.lock", "vllm-cpu.lock", "build.lock", "test.lock", "dev.lock"]
+)
 def test_a_lock_file_names_exact_versions_in_order(name):
     lines = lock_lines(name)
     assert not [line for line in lines if not re.match(r"[A-Za-z0-9._-]+==[^\s;*]+(; .+)?$", line)]

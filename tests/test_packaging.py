@@ -146,3 +146,10 @@ def test_the_lock_files_hold_what_the_package_needs():
         # triton is the one that a machine without a GPU does without
         assert {"numpy", "torch", "xxhash"} <= locked
         assert not {"triton", "torchvision", "torchaudio", "torchcodec"} & locked
+
+
+def test_the_tests_are_not_skipped_for_want_of_what_they_compile_with_or_talk_to():
+    locked = {line.split("==")[0] for line in lock_lines("test.lock")}
+    assert {"triton", "cuda-bindings", "nvidia-cuda-nvrtc", "vineyard-bdist"} <= locked
+    # and the demo does not carry them
+    assert not locked & {line.split("==")[0] for line in lock_lines("build.lock")}
